@@ -1,0 +1,41 @@
+"""Configuration: TOML files to frozen dataclasses.
+
+`load` reads and checks, `resolve_groups` turns device shorthand into UUIDs once the devices are
+known, `describe` shows the effective values with where each was set.
+"""
+
+from __future__ import annotations
+
+from tsliced.config.groups import Inventory, hosts_of, resolve_groups
+from tsliced.config.loading import DEFAULT_PATH, describe, load
+from tsliced.config.reader import ConfigError, Origin, Problem
+from tsliced.config.settings import (
+    Config,
+    DaemonSettings,
+    GroupSettings,
+    HistorySettings,
+    Limits,
+    MemorySettings,
+    ScanSettings,
+    ServerLimits,
+)
+
+__all__ = [
+    "DEFAULT_PATH",
+    "Config",
+    "ConfigError",
+    "DaemonSettings",
+    "GroupSettings",
+    "HistorySettings",
+    "Inventory",
+    "Limits",
+    "MemorySettings",
+    "Origin",
+    "Problem",
+    "ScanSettings",
+    "ServerLimits",
+    "describe",
+    "hosts_of",
+    "load",
+    "resolve_groups",
+]

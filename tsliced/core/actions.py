@@ -1,0 +1,371 @@
+"""What to do, in the imperative, and what must be written down before it is done.
+
+The driver writes `Effects.records` first and runs `Effects.actions` only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tsliced.core.model import (
+    Arrival,
+    DeviceId,
+    Goal,
+    GroupName,
+    JobKey,
+    LeaseId,
+    OpId,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    RequestId,
+    RoundId,
+    SessionId,
+    Stamp,
+    TenancyKey,
+    Token,
+    Verb,
+)
+
+# --- records: kept over kill -9 of the daemon -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    """A session exists."""
+
+    session: SessionId
+    job: JobKey
+    process: ProcessId
+    secret: bytes
+    groups: tuple[GroupName, ...]
+    hooks: bool
+    agent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEndedRecord:
+    """A session and all that was remembered of it is gone."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """A lease waits (`tokens` empty) or is held."""
+
+    lease: LeaseId
+    session: SessionId
+    request: RequestId
+    round: RoundId
+    #: In the queue, by arrival; 0 while the round is still gathering.
+    place: int
+    groups: tuple[GroupName, ...]
+    phase: str
+    ranks: int
+    arrival: Arrival
+    tokens: tuple[tuple[GroupName, Token], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEndedRecord:
+    """A lease is over; what its client was told, for a request that is sent again."""
+
+    lease: LeaseId
+    session: SessionId
+    request: RequestId
+    #: Which of the session's remembered ends this one replaces.
+    slot: int
+    #: An error code, or "released".
+    code: str
+    text: str
+    waiters: int
+    deferred: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyRecord:
+    """The order that stands for a tenancy, written before anybody is told of it."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+    goal: Goal
+    pinned: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyEndedRecord:
+    """A tenancy has neither ranks nor leases left."""
+
+    tenancy: TenancyKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """A rank, and what is about to be done to it (`verb`), if anything."""
+
+    rank: RankId
+    tenancy: TenancyKey
+    devices: frozenset[DeviceId]
+    device_bytes: int
+    state: RankState
+    verb: Verb | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEndedRecord:
+    """A rank's process is gone."""
+
+    rank: RankId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRecord:
+    """A job is refused until its processes are gone or an operator clears it (`reason` None)."""
+
+    job: JobKey
+    reason: Reason | None
+
+
+Record: TypeAlias = (
+    SessionRecord
+    | SessionEndedRecord
+    | LeaseRecord
+    | LeaseEndedRecord
+    | TenancyRecord
+    | TenancyEndedRecord
+    | RankRecord
+    | RankEndedRecord
+    | FaultRecord
+)
+
+# --- actions: towards clients -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Answer an acquire: the lease is held. `ack_s`: it must be confirmed within that time."""
+
+    session: SessionId
+    request: RequestId
+    lease: LeaseId
+    tokens: tuple[tuple[GroupName, Token], ...]
+    waited_s: float
+    restored: bool
+    switch_s: float
+    contended: bool
+    ack_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Answer a request with a coded error."""
+
+    session: SessionId
+    request: RequestId
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmRelease:
+    """Answer a release."""
+
+    session: SessionId
+    request: RequestId
+    #: Waiters of the lease's groups before the release.
+    waiters: int
+    #: Nobody waits, so the state stays on the devices.
+    deferred: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmCancel:
+    """Answer a cancel. Not `cancelled`: the acquire had ended, or its grant is on the wire."""
+
+    session: SessionId
+    request: RequestId
+    cancelled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellContended:
+    """Tell a holder how many wait for what it holds."""
+
+    session: SessionId
+    lease: LeaseId
+    groups: tuple[GroupName, ...]
+    waiters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellStalled:
+    """Tell a waiter why its turn does not come: the tenancy before it cannot be moved."""
+
+    session: SessionId
+    lease: LeaseId
+    job: JobKey
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellLost:
+    """Tell a session that a lease of it is over without its doing."""
+
+    session: SessionId
+    lease: LeaseId
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellRankLost:
+    """Tell a session that a process of its job is gone: its peers may wait for it for ever."""
+
+    session: SessionId
+    lease: LeaseId
+    pid: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """Forget a session: close its connection if there is one."""
+
+    session: SessionId
+    text: str
+
+
+# --- actions: long ones, each ends in one event with its op -----------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOperation:
+    """Run one backend operation on one rank. Only a freeze is bounded; nothing else is cut off."""
+
+    op: OpId
+    rank: RankId
+    tenancy: TenancyKey
+    verb: Verb
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanGroups:
+    """Find every process with state on the tenancy's groups, and the job's registered ranks.
+
+    Waits a bounded time for the processes in `expect_gone` to vanish from the devices.
+    """
+
+    op: OpId
+    tenancy: TenancyKey
+    expect_gone: frozenset[ProcessId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveHostMemory:
+    """Reserve host memory for a snapshot of each rank, or say what is missing."""
+
+    op: OpId
+    tenancy: TenancyKey
+    #: Device bytes by rank; margins are the ledger's.
+    demands: tuple[tuple[RankId, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveDeviceMemory:
+    """Check that the devices have room for the tenancy's return, and keep it free for it."""
+
+    op: OpId
+    tenancy: TenancyKey
+    demands: tuple[tuple[RankId, frozenset[DeviceId], int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHooks:
+    """Ask the sessions' processes to quiesce, or to resume, within `timeout_s`."""
+
+    op: OpId
+    tenancy: TenancyKey
+    sessions: tuple[SessionId, ...]
+    quiesce: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveNumbers:
+    """Make `ceiling` durable: numbers below it may then be used for tokens and epochs."""
+
+    ceiling: int
+
+
+# --- actions: bookkeeping ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Drop what the ledgers hold for a tenancy: all of it, or its claim on device memory only."""
+
+    tenancy: TenancyKey
+    host: bool
+    device: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleHostMemory:
+    """The tenancy is parked: what was reserved is now real memory of its ranks."""
+
+    tenancy: TenancyKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchProcess:
+    """Post `ProcessExited` once when this process ends."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One line for the log and the event history."""
+
+    kind: str
+    #: "info", "warning" (handled, but look) or "error" (someone must act).
+    level: str
+    facts: Mapping[str, str | int | float | bool | None]
+
+
+Action: TypeAlias = (
+    Grant
+    | Refuse
+    | ConfirmRelease
+    | ConfirmCancel
+    | TellContended
+    | TellStalled
+    | TellLost
+    | TellRankLost
+    | EndSession
+    | StartOperation
+    | ScanGroups
+    | ReserveHostMemory
+    | ReserveDeviceMemory
+    | RunHooks
+    | ReserveNumbers
+    | FreeMemory
+    | SettleHostMemory
+    | WatchProcess
+    | Note
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What the driver must do: write `records`, then run `actions`, each in order."""
+
+    records: tuple[Record, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+NOTHING = Effects()

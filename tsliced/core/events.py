@@ -1,0 +1,223 @@
+"""What happened, in the past tense: the only inputs of the core.
+
+Whoever starts a long action posts exactly one event with its `op` when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tsliced.core.actions import Action, Record
+from tsliced.core.model import (
+    Arrival,
+    FoundRank,
+    GroupName,
+    JobKey,
+    LeaseId,
+    OpId,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    RequestId,
+    SessionId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The daemon runs; what the journal kept has been given to the machine before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """The instant in `Machine.deadline` came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    """A client said hello; its identity comes from the kernel, not from its words."""
+
+    session: SessionId
+    job: JobKey
+    process: ProcessId
+    #: What the client must show to take its session up again after a lost connection.
+    secret: bytes
+    #: Groups that this session may lease, in the configured order.
+    groups: tuple[GroupName, ...]
+    #: The session can be asked to quiesce and to resume.
+    hooks: bool = False
+    #: A helper connection of a process whose leases belong to another session.
+    agent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionDisconnected:
+    """A connection ended without goodbye. The process may still live."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionResumed:
+    """A client came back with its session's secret."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionClosed:
+    """A client said goodbye."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExited:
+    """The kernel reported a process's end (its pidfd became readable)."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireRequested:
+    """A client asked for groups."""
+
+    session: SessionId
+    request: RequestId
+    #: In the configured order, without duplicates, known to exist; empty: all of the session.
+    groups: tuple[GroupName, ...] = ()
+    phase: str = ""
+    ranks: int = 1
+    arrival: Arrival = Arrival.ALL
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantConfirmed:
+    """A client said that it has a grant in hand."""
+
+    session: SessionId
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseRequested:
+    """A client gave its lease back."""
+
+    session: SessionId
+    request: RequestId
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """A client no longer wants what it asked for with the request `acquire`."""
+
+    session: SessionId
+    request: RequestId
+    acquire: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRegistered:
+    """A process was named as a rank of a job; the driver knows CUDA in it if `found.devices`."""
+
+    job: JobKey
+    found: FoundRank
+    #: Groups that it may be on while it shows no devices.
+    groups: tuple[GroupName, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsObserved:
+    """The regular look at the devices of all groups; lists every process on them."""
+
+    found: tuple[FoundRank, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsScanned:
+    """`ScanGroups` ended. A failed scan found nothing out, not nothing."""
+
+    op: OpId
+    found: tuple[FoundRank, ...] = ()
+    failure: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReserved:
+    """`ReserveHostMemory` or `ReserveDeviceMemory` ended."""
+
+    op: OpId
+    failure: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HooksRun:
+    """`RunHooks` ended."""
+
+    op: OpId
+    failure: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFinished:
+    """`StartOperation` ended. `observed` is what the driver said after it, success or not."""
+
+    op: OpId
+    rank: RankId
+    observed: RankState
+    failure: Reason | None = None
+    #: Device bytes that were moved.
+    moved_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumbersReserved:
+    """`ReserveNumbers` is durable: no number below `ceiling` will be used after a restart."""
+
+    ceiling: int
+    failure: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFailed:
+    """The journal could not take `records`; of what they announce, `actions`, nothing was done."""
+
+    records: tuple[Record, ...]
+    actions: tuple[Action, ...]
+    failure: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultCleared:
+    """An operator took a job's fault, or a tenancy's PINNED or BLOCKED, back: try again."""
+
+    job: JobKey
+
+
+Event: TypeAlias = (
+    Started
+    | TimePassed
+    | SessionOpened
+    | SessionDisconnected
+    | SessionResumed
+    | SessionClosed
+    | ProcessExited
+    | AcquireRequested
+    | GrantConfirmed
+    | ReleaseRequested
+    | CancelRequested
+    | RankRegistered
+    | GroupsObserved
+    | GroupsScanned
+    | MemoryReserved
+    | HooksRun
+    | OperationFinished
+    | NumbersReserved
+    | RecordsFailed
+    | FaultCleared
+)

@@ -1,0 +1,375 @@
+"""The core of one host: the state machines together, behind one `handle`.
+
+The driver is the single writer: it hands over one event at a time and carries out what comes back.
+In here an event goes to the machine that it concerns; what that has to tell the others is delivered
+before the call returns, so that between two events nothing is half done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import assert_never
+
+from tsliced.core.actions import (
+    Action,
+    Effects,
+    FaultRecord,
+    Grant,
+    LeaseEndedRecord,
+    LeaseRecord,
+    Note,
+    RankEndedRecord,
+    RankRecord,
+    Record,
+    ReserveDeviceMemory,
+    ReserveHostMemory,
+    RunHooks,
+    ScanGroups,
+    SessionEndedRecord,
+    SessionRecord,
+    StartOperation,
+    TenancyEndedRecord,
+    TenancyRecord,
+    WatchProcess,
+)
+from tsliced.core.arbiter import Arbiter
+from tsliced.core.events import (
+    AcquireRequested,
+    CancelRequested,
+    Event,
+    FaultCleared,
+    GrantConfirmed,
+    GroupsObserved,
+    GroupsScanned,
+    HooksRun,
+    MemoryReserved,
+    NumbersReserved,
+    OperationFinished,
+    ProcessExited,
+    RankRegistered,
+    RecordsFailed,
+    ReleaseRequested,
+    SessionClosed,
+    SessionDisconnected,
+    SessionOpened,
+    SessionResumed,
+    Started,
+    TimePassed,
+)
+from tsliced.core.leasing import Leasing
+from tsliced.core.model import (
+    Cause,
+    CoreLimits,
+    GroupConfig,
+    GroupName,
+    HostName,
+    JobKey,
+    OpId,
+    RankState,
+    Reason,
+    Verb,
+)
+from tsliced.core.numbers import Numbers
+from tsliced.core.policy import FairnessBounds, Fifo, Policy
+from tsliced.core.rank import Rank
+from tsliced.core.rounds import RoundState
+from tsliced.core.signals import Effect
+from tsliced.core.tenancies import Tenancies
+from tsliced.core.timers import TimerKey, TimerKind, Timers
+
+RECORDS = (
+    SessionRecord,
+    SessionEndedRecord,
+    LeaseRecord,
+    LeaseEndedRecord,
+    TenancyRecord,
+    TenancyEndedRecord,
+    RankRecord,
+    RankEndedRecord,
+    FaultRecord,
+)
+_IS_RECORD = frozenset(RECORDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineConfig:
+    """What a machine is made of; all of it fixed while it lives."""
+
+    host: HostName
+    #: In the configured order.
+    groups: tuple[GroupConfig, ...]
+    limits: CoreLimits
+    #: Of the journal: see `Counter`.
+    generation: int
+    ceiling: int
+    policies: Mapping[GroupName, Policy] = field(default_factory=dict)
+
+
+class Machine:
+    """All state of the core. Mutate it only through `handle`."""
+
+    def __init__(self, config: MachineConfig, *, random: Random, full_checks: bool = False) -> None:
+        limits = config.limits
+        bounds = FairnessBounds(
+            max_passed_over=limits.max_passed_over, max_wait_s=limits.max_wait_s
+        )
+        self.config = config
+        self.numbers = Numbers(
+            generation=config.generation, ceiling=config.ceiling, block=limits.block
+        )
+        self.timers: Timers[TimerKey] = Timers()
+        self.tenancies = Tenancies(
+            host=config.host,
+            group_of={device: g.name for g in config.groups for device in g.devices},
+            order_of={group.name: i for i, group in enumerate(config.groups)},
+            numbers=self.numbers,
+            limits=limits,
+        )
+        self.leasing = Leasing(
+            limits=limits,
+            arbiters={
+                group.name: Arbiter(
+                    name=group.name,
+                    policy=config.policies.get(group.name, Fifo()),
+                    bounds=bounds,
+                )
+                for group in config.groups
+            },
+            tenancies=self.tenancies,
+            numbers=self.numbers,
+            timers=self.timers,
+            random=random,
+        )
+        #: Operations that have been in flight for longer than they should.
+        self.stuck: dict[OpId, Note] = {}
+        #: The latest events, for the story of a broken invariant.
+        self.story: deque[tuple[float, Event]] = deque(maxlen=limits.story)
+        self._full_checks = full_checks
+
+    @property
+    def deadline(self) -> float | None:
+        """The instant at which the driver must hand over `TimePassed`, if any."""
+        return self.timers.deadline
+
+    def handle(self, event: Event, *, now: float) -> Effects:
+        """Apply one event, and return what must be written down and then done."""
+        self.story.append((now, event))
+        leasing = self.leasing
+        leasing.out = []
+        self._dispatch(event, now)
+        self._settle(now)
+        self.check_invariants(full=self._full_checks)
+        return self._effects(leasing.out)
+
+    def _dispatch(self, event: Event, now: float) -> None:
+        leasing, tenancies = self.leasing, self.tenancies
+        match event:
+            case AcquireRequested():
+                leasing.on_acquire(event, now)
+            case ReleaseRequested():
+                leasing.on_release(event, now)
+            case GrantConfirmed():
+                leasing.on_confirmed(event)
+            case CancelRequested():
+                leasing.on_cancel(event, now)
+            case SessionOpened():
+                leasing.on_opened(event)
+            case SessionDisconnected(session=session):
+                leasing.on_disconnected(session, now)
+            case SessionResumed(session=session):
+                leasing.on_resumed(session, now)
+            case SessionClosed(session=session):
+                leasing.end_session(session, "it was closed", now, died=False)
+            case OperationFinished():
+                self._on_operation(event, now)
+            case GroupsScanned():
+                leasing.out += tenancies.on_scanned(event, now=now)
+            case MemoryReserved() | HooksRun():
+                leasing.out += tenancies.on_step(event, now=now)
+            case GroupsObserved(found=found):
+                leasing.out += tenancies.observe(found)
+            case RankRegistered(found=found, groups=groups):
+                leasing.out += tenancies.put(found, groups)
+            case ProcessExited():
+                self._on_exit(event, now)
+            case NumbersReserved():
+                self._on_numbers(event, now)
+            case TimePassed():
+                self._on_time(now)
+            case Started():
+                self._on_started(now)
+            case RecordsFailed():
+                self._on_records_failed(event, now)
+            case FaultCleared(job=job):
+                self._on_fault_cleared(job, now)
+            case _:
+                assert_never(event)
+
+    def _settle(self, now: float) -> None:
+        """Deliver what coordinators had to say, then bring the clocks up to date."""
+        tenancies = self.tenancies
+        while tenancies.signals:
+            self.leasing.on_outcome(tenancies.signals.popleft(), now)
+        while tenancies.touched:
+            key = tenancies.touched.pop()
+            timer = TimerKey(TimerKind.BARRIER, key)
+            tenancy = tenancies.all.get(key)
+            if tenancy is None or tenancy.coordinator.deadline is None:
+                self.timers.clear(timer)
+            elif self.timers.get(timer) != tenancy.coordinator.deadline:
+                self.timers.set(timer, tenancy.coordinator.deadline)
+        if (ask := self.numbers.ask()) is not None:
+            self.leasing.out.append(ask)
+
+    def _effects(self, out: list[Effect]) -> Effects:
+        records: list[Record] = []
+        actions: list[Action] = []
+        for effect in out:
+            if type(effect) in _IS_RECORD:
+                records.append(effect)  # type: ignore[arg-type]  # that is what was asked
+            else:
+                actions.append(effect)  # type: ignore[arg-type]  # signals never come this far
+                if type(effect) is StartOperation:
+                    self._arm_alarm(effect)
+        return Effects(records=tuple(records), actions=tuple(actions))
+
+    # --- events that concern several machines -------------------------------------------------
+
+    def _on_started(self, now: float) -> None:
+        out = self.leasing.out
+        out += [WatchProcess(process=process) for process in self.leasing.by_process]
+        out += [WatchProcess(process=process) for process in self.tenancies.home]
+        out += self.tenancies.ask_all(now=now)
+        waiting = sorted(self.leasing.rounds.values(), key=lambda round_: round_.place)
+        for round_ in waiting:
+            if round_.state is RoundState.QUEUED:
+                self.leasing.advance(round_, now)
+
+    def _on_operation(self, event: OperationFinished, now: float) -> None:
+        self.timers.clear(TimerKey(TimerKind.STUCK, event.op))
+        if (alarm := self.stuck.pop(event.op, None)) is not None:
+            facts = {**alarm.facts, "reason": "it ended"}
+            self.leasing.out.append(Note(kind="unstuck", level="warning", facts=facts))
+        self.leasing.out += self.tenancies.on_operation(event, now=now)
+
+    def _on_exit(self, event: ProcessExited, now: float) -> None:
+        leasing, process = self.leasing, event.process
+        text = f"its process {process.pid} ended"
+        key = self.tenancies.home.get(process)
+        # First the rank: the lease's end may choose the next round, which evicts what is left.
+        leasing.out += self.tenancies.on_exit(process, now=now)
+        for session in list(leasing.by_process.get(process, ())):
+            leasing.end_session(session, text, now, died=True)
+        if key is not None:
+            leasing.on_rank_gone(key, process, now)
+
+    def _on_numbers(self, event: NumbersReserved, now: float) -> None:
+        self.numbers.on_reserved(event)
+        if event.failure is not None:
+            facts = {"reason": str(event.failure)}
+            self.leasing.out.append(Note(kind="journal", level="error", facts=facts))
+            retry = TimerKey(TimerKind.NUMBERS, OpId(0))
+            self.timers.set(retry, now + self.config.limits.retry_max_s)
+            return
+        self.leasing.out += self.tenancies.on_numbers(now=now)
+        self.leasing.advance_all(now)
+
+    def _on_fault_cleared(self, job: JobKey, now: float) -> None:
+        self.leasing.clear_fault(job)
+        self.leasing.out += self.tenancies.clear(job, now=now)
+        self.leasing.advance_all(now)
+
+    def _on_time(self, now: float) -> None:
+        leasing = self.leasing
+        for kind, id_ in self.timers.pop_due(now):
+            match kind:
+                case TimerKind.ACQUIRE:
+                    leasing.on_acquire_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.CONFIRM:
+                    leasing.on_confirm_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.GRACE:
+                    leasing.on_grace_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.RETRY:
+                    leasing.on_retry_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.BARRIER:
+                    leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
+                case TimerKind.STUCK:
+                    self._on_stuck(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.NUMBERS:
+                    self.numbers.let_go()
+                case _:
+                    assert_never(kind)
+
+    def _arm_alarm(self, start: StartOperation) -> None:
+        limits = self.config.limits
+        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
+        allowed_s = limits.stuck_base_s + rank.device_bytes / limits.stuck_bytes_per_s
+        assert rank.operation is not None
+        key = TimerKey(TimerKind.STUCK, start.op)
+        self.timers.set(key, rank.operation.started_at + allowed_s)
+
+    def _on_stuck(self, op: OpId, now: float) -> None:
+        start = self.tenancies.operations[op]
+        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
+        assert rank.operation is not None
+        facts = {
+            "job": str(start.tenancy.job),
+            "groups": ",".join(start.tenancy.groups),
+            "rank": str(start.rank),
+            "verb": start.verb.value,
+            "seconds": now - rank.operation.started_at,
+            "reason": "the driver has not come back; nothing is killed in the middle of a call",
+        }
+        self.stuck[op] = Note(kind="stuck", level="error", facts=facts)
+        self.leasing.out.append(self.stuck[op])
+
+    # --- when the journal cannot be written ---------------------------------------------------
+
+    def _on_records_failed(self, event: RecordsFailed, now: float) -> None:
+        """Let what was announced have failed; what needs no record is done all the same."""
+        for action in event.actions:
+            match action:
+                case Grant(lease=lease):
+                    self.leasing.revoke_unwritten(lease, event.failure, now)
+                case StartOperation(verb=Verb.FREEZE | Verb.SNAPSHOT):
+                    self._fail_operation(action, event.failure, now)
+                case ScanGroups(op=op):
+                    scanned = GroupsScanned(op=op, failure=event.failure)
+                    self.leasing.out += self.tenancies.on_scanned(scanned, now=now)
+                case ReserveHostMemory(op=op) | ReserveDeviceMemory(op=op):
+                    reserved = MemoryReserved(op=op, failure=event.failure)
+                    self.leasing.out += self.tenancies.on_step(reserved, now=now)
+                case RunHooks(op=op, quiesce=True):
+                    run = HooksRun(op=op, failure=event.failure)
+                    self.leasing.out += self.tenancies.on_step(run, now=now)
+                case _:
+                    # The way back (restore, thaw, resume) and answers: a restart asks the driver.
+                    self.leasing.out.append(action)
+
+    def _fail_operation(self, start: StartOperation, reason: Reason, now: float) -> None:
+        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
+        failed = Reason(cause=Cause.JOURNAL, text=reason.text, rank=start.rank)
+        finished = OperationFinished(
+            op=start.op, rank=start.rank, observed=rank.state, failure=failed
+        )
+        self._on_operation(finished, now)
+
+    def check_invariants(self, *, full: bool) -> None:
+        """Assert what must hold between any two events."""
+        self.leasing.check_invariants(full=full)
+        if full:
+            self.tenancies.check_invariants()
+
+    def ranks(self) -> Iterable[Rank]:
+        """Return all ranks of this host."""
+        for tenancy in self.tenancies.all.values():
+            yield from tenancy.participant.ranks.values()
+
+    def any_moving(self) -> bool:
+        """Whether a move is under way, or a rank is frozen."""
+        tenancies = self.tenancies.all.values()
+        frozen = any(rank.state is RankState.FROZEN for rank in self.ranks())
+        return frozen or any(not tenancy.coordinator.stable for tenancy in tenancies)

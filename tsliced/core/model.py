@@ -1,0 +1,229 @@
+"""The nouns of the core: identities, enums and value objects.
+
+Everything here is immutable and knows no rules; the state machines live beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, NewType, TypeAlias
+
+HostName = NewType("HostName", str)
+#: A device's UUID as NVML and the driver write it: ``GPU-8-4-4-4-12``.
+DeviceId = NewType("DeviceId", str)
+GroupName = NewType("GroupName", str)
+SessionId = NewType("SessionId", str)
+LeaseId = NewType("LeaseId", str)
+#: Names one long action and its single result; never used twice by one daemon.
+OpId = NewType("OpId", int)
+#: A client's number for one of its requests; a repeated one gets the same answer.
+RequestId = NewType("RequestId", int)
+#: One joint request of a job: all its ranks that ask together, or a single lease.
+RoundId = NewType("RoundId", int)
+
+
+class ProcessId(NamedTuple):
+    """A process for life: a bare pid may name a stranger tomorrow."""
+
+    pid: int
+    #: Field 22 of ``/proc/PID/stat``, in clock ticks since boot.
+    start_time: int
+
+
+class RankId(NamedTuple):
+    """One process of a job with a context on a group's devices."""
+
+    host: HostName
+    process: ProcessId
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.process.pid}"
+
+
+class JobKey(NamedTuple):
+    """The workload that competes. Equal ids of two users are two jobs."""
+
+    cluster: str
+    uid: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.cluster}/{self.uid}/{self.id}" if self.cluster else f"{self.uid}/{self.id}"
+
+
+class Counter(NamedTuple):
+    """A number that never falls, not even when the journal is lost.
+
+    `generation` is new with each journal and larger than any before it, `number` rises within it.
+    """
+
+    generation: int
+    number: int
+
+    def as_int(self) -> int:
+        """Return one integer that sorts like the pair (64 bits)."""
+        return self.generation << 32 | self.number
+
+
+#: Fencing token of one grant of one group.
+Token: TypeAlias = Counter
+#: Number of one attempt, or one change of direction, of a tenancy's move.
+Epoch: TypeAlias = Counter
+
+
+class Stamp(NamedTuple):
+    """Place of an order in a tenancy's history: a participant refuses anything lower."""
+
+    epoch: Epoch
+    step: int
+
+
+class TenancyKey(NamedTuple):
+    """A job's ranks on the groups that it leases as one; `groups` is in the configured order."""
+
+    job: JobKey
+    groups: tuple[GroupName, ...]
+
+    def __str__(self) -> str:
+        return f"{self.job}@{'+'.join(self.groups)}"
+
+
+class RankState(Enum):
+    """What the driver was last seen to say of a rank's device context."""
+
+    RUNNING = "running"
+    FROZEN = "frozen"
+    PARKED = "parked"
+    FAILED = "failed"
+    #: The daemon started anew, or a call was cut off, and the driver has not been asked yet.
+    UNKNOWN = "unknown"
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether device memory must be assumed to be in use."""
+        return self is not RankState.PARKED
+
+
+class Verb(Enum):
+    """One operation of a snapshot backend on one rank."""
+
+    FREEZE = "freeze"
+    SNAPSHOT = "snapshot"
+    RESTORE = "restore"
+    THAW = "thaw"
+    QUERY = "query"
+
+
+class Goal(Enum):
+    """Where a coordinator wants all ranks of a tenancy to be."""
+
+    FROZEN = "frozen"
+    OFF = "off"
+    RESTORED = "restored"
+    ON = "on"
+    #: Move nothing; say what is there (a coordinator that started anew).
+    QUERY = "query"
+
+
+class Arrival(Enum):
+    """When a round of several ranks takes its place in the queue."""
+
+    ALL = "all"
+    FIRST = "first"
+
+
+class Cause(Enum):
+    """Stable codes of what went wrong; they travel to clients and into logs."""
+
+    FREEZE_TIMEOUT = "freeze_timeout"
+    UNSUPPORTED = "unsupported"
+    NO_HOST_MEMORY = "no_host_memory"
+    NO_DEVICE_MEMORY = "no_device_memory"
+    NOT_PERMITTED = "not_permitted"
+    STOPPED = "stopped"
+    DRIVER = "driver"
+    FAILED = "failed"
+    NOT_FREED = "not_freed"
+    STRANGER = "stranger"
+    OCCUPIED = "occupied"
+    QUIESCE = "quiesce"
+    BOUND_GROUPS = "bound_groups"
+    JOURNAL = "journal"
+    SILENT = "silent"
+    CANCELLED = "cancelled"
+    RANK_LOST = "rank_lost"
+
+
+#: Causes that another try cannot mend.
+LASTING = frozenset({Cause.UNSUPPORTED, Cause.NOT_PERMITTED, Cause.FAILED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why something could not be done, fit to be shown to a user."""
+
+    cause: Cause
+    text: str
+    rank: RankId | None = None
+
+    def __str__(self) -> str:
+        where = f" (pid {self.rank.process.pid} on {self.rank.host})" if self.rank else ""
+        return f"{self.text}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRank:
+    """A process that a scan found to hold, or to be about to hold, device state."""
+
+    process: ProcessId
+    #: None: it belongs to no job that we know, a stranger.
+    job: JobKey | None
+    #: Devices on which it has memory; empty for a registered rank without a context yet.
+    devices: frozenset[DeviceId]
+    #: Device memory in use, by NVML; 0 where NVML does not say.
+    device_bytes: int
+    uid: int = -1
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Devices that are arbitrated as one, in the order in which groups are reserved."""
+
+    name: GroupName
+    devices: tuple[DeviceId, ...]
+    order: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimits:
+    """Every limit of the core, with its unit."""
+
+    #: Waiting or held leases of one group.
+    max_waiters: int = 20_000
+    max_leases_per_session: int = 64
+    #: Answers kept for a session, for requests that are sent again.
+    max_answers: int = 128
+    #: One lease lists at most so many groups.
+    max_groups_per_lease: int = 64
+    freeze_timeout_s: float = 10.0
+    quiesce_timeout_s: float = 30.0
+    #: Time-out of one FROZEN barrier; None: derived from the ranks that must be frozen.
+    barrier_margin_s: float = 15.0
+    max_evict_tries: int = 10
+    retry_min_s: float = 0.5
+    retry_max_s: float = 10.0
+    #: A session whose connection is gone but whose process lives keeps its leases so long.
+    grace_s: float = 10.0
+    #: A grant that had to wait is handed back unless the client confirms it.
+    ack_s: float = 10.0
+    #: Alarm for a driver call: `stuck_base_s` plus bytes at `stuck_bytes_per_s`.
+    stuck_base_s: float = 30.0
+    stuck_bytes_per_s: float = 0.5e9
+    max_wait_s: float = 3600.0
+    max_passed_over: int = 8
+    #: Tokens and epochs that are reserved by one durable write.
+    block: int = 4096
+    #: Transitions kept for the story of a broken invariant.
+    story: int = 64

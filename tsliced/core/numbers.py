@@ -1,0 +1,62 @@
+"""Tokens, epochs and operation ids: numbers that no run of the daemon gives out twice.
+
+Safety rule: a number is given out only below the ceiling, and the ceiling is durable before it is
+raised here. The next block is asked for at half use, so that no grant and no move waits for a disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tsliced.core.actions import ReserveNumbers
+from tsliced.core.events import NumbersReserved
+from tsliced.core.model import Counter, OpId
+
+
+@dataclass(slots=True, kw_only=True)
+class Numbers:
+    """One host's supply. A restart goes on at the ceiling and skips what was left of a block."""
+
+    generation: int
+    ceiling: int
+    block: int
+    _next: int = field(init=False)
+    _asked: bool = field(init=False, default=False)
+    _next_op: int = field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        self._next = self.ceiling
+
+    def take(self) -> Counter | None:
+        """Return the next number, or None while the block is exhausted."""
+        if self._next >= self.ceiling:
+            return None
+        self._next += 1
+        return Counter(self.generation, self._next - 1)
+
+    def take_op(self) -> OpId:
+        """Return an operation id; these live no longer than this run of the daemon."""
+        self._next_op += 1
+        return OpId(self._next_op - 1)
+
+    def left(self) -> int:
+        """Return how many numbers can be taken before the next block."""
+        return self.ceiling - self._next
+
+    def ask(self) -> ReserveNumbers | None:
+        """Return the action that reserves the next block, once for each block, at half use."""
+        if self._asked or self.left() > self.block // 2:
+            return None
+        self._asked = True
+        return ReserveNumbers(ceiling=self.ceiling + self.block)
+
+    def on_reserved(self, event: NumbersReserved) -> None:
+        """Raise the ceiling. After a failure nothing is asked for before `let_go`."""
+        if event.failure is None:
+            assert event.ceiling >= self.ceiling, "a ceiling never falls"
+            self.ceiling = event.ceiling
+            self._asked = False
+
+    def let_go(self) -> None:
+        """Ask again, some time after a failure."""
+        self._asked = False

@@ -1,0 +1,423 @@
+"""What one host does for one tenancy: drives its local ranks to the ordered goal.
+
+Rules:
+
+* Orders are goals. A repeated order is answered again; one with a lower stamp is refused.
+* AT and CANNOT are said only when none of its operations is in flight, with the observed states.
+* FROZEN: find the ranks, reserve host memory, quiesce, freeze serially, look for late ranks.
+  OFF: snapshot, in parallel where ranks share no device; then the devices are seen free.
+  RESTORED: the devices are seen free of others and have room; then restore. ON: thaw, resume.
+* A failed operation answers only the epoch that it was started for; what the driver observed
+  counts always.
+
+Safety rule: nothing is restored while anybody else is seen on the devices, and nothing is called
+off whose memory is still seen there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import assert_never
+
+from tsliced.core.actions import (
+    FreeMemory,
+    Note,
+    RankEndedRecord,
+    ReserveDeviceMemory,
+    ReserveHostMemory,
+    RunHooks,
+    ScanGroups,
+    SettleHostMemory,
+    StartOperation,
+)
+from tsliced.core.events import GroupsScanned, HooksRun, MemoryReserved, OperationFinished
+from tsliced.core.model import (
+    Cause,
+    CoreLimits,
+    DeviceId,
+    FoundRank,
+    Goal,
+    HostName,
+    OpId,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    SessionId,
+    TenancyKey,
+    Verb,
+)
+from tsliced.core.numbers import Numbers
+from tsliced.core.rank import Operation, Rank
+from tsliced.core.signals import Effect, Order, Report
+
+#: A job that makes processes faster than they can be frozen is given up on.
+MAX_SCANS = 8
+
+
+class Step(Enum):
+    """A preparation of a goal that is done once for an order."""
+
+    SCAN = "scan"
+    RESERVE = "reserve"
+    HOOKS = "hooks"
+    RESCAN = "rescan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step in flight; its single result carries `op`."""
+
+    op: OpId
+    step: Step
+    order: Order
+
+
+@dataclass(slots=True, kw_only=True)
+class Participant:
+    """One tenancy's ranks on this host. Mutate it only through its `on_...` methods."""
+
+    host: HostName
+    tenancy: TenancyKey
+    numbers: Numbers
+    limits: CoreLimits
+    ranks: dict[ProcessId, Rank] = field(default_factory=dict)
+    #: Sessions of the job whose processes can quiesce and resume.
+    hook_sessions: dict[SessionId, None] = field(default_factory=dict)
+    order: Order | None = None
+    answer: Report | None = None
+    pending: Pending | None = None
+    #: Hooks have been told to quiesce and not yet to resume.
+    quiesced: bool = False
+    _failure: Reason | None = None
+    _done: set[Step] = field(default_factory=set)
+    _scans: int = 0
+    #: Reserved for in the host memory ledger: bytes by rank.
+    _reserved: dict[ProcessId, int] = field(default_factory=dict)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def on_order(self, order: Order, *, now: float) -> list[Effect]:
+        """Take an order; repeat the answer to one that was answered."""
+        if self.order is not None and order.stamp < self.order.stamp:
+            return []
+        if self.order is not None and order.stamp == self.order.stamp:
+            return [self.answer] if self.answer else []
+        if self.order is None or order.stamp.epoch != self.order.stamp.epoch:
+            self._failure = None
+        self.order, self.answer = order, None
+        self._done.clear()
+        self._scans = 0
+        return self._drive(now)
+
+    def on_scanned(self, event: GroupsScanned, *, now: float) -> list[Effect]:
+        """Go on after a scan; the ranks that it found have been put in before."""
+        if not self._take_pending(event.op, event.failure):
+            return self._drive(now)
+        if event.failure is None:
+            self._judge(event.found)
+        return self._drive(now)
+
+    def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
+        """Go on after a reservation or after hooks."""
+        self._take_pending(event.op, event.failure)
+        return self._drive(now)
+
+    def on_operation(self, event: OperationFinished, *, now: float) -> list[Effect]:
+        """Take in what became of a rank."""
+        rank = self.ranks[event.rank.process]
+        operation = rank.finish(event)
+        out: list[Effect] = [self._note(rank, operation, event)]
+        if rank.exited:
+            out += self._drop(rank)
+        else:
+            out.append(rank.record(self.tenancy))
+            if event.failure and self.order and self.order.stamp.epoch == operation.epoch:
+                self._fail(event.failure)
+        return out + self._drive(now)
+
+    def on_rank_exited(self, process: ProcessId, *, now: float) -> list[Effect]:
+        """Drop a rank whose process is gone, once its operation has ended."""
+        rank = self.ranks[process]
+        rank.exited = True
+        if rank.operation is not None:
+            return []
+        return self._drop(rank) + self._drive(now)
+
+    def put(self, found: FoundRank) -> list[Effect]:
+        """Take in a process that was seen to be a rank of this tenancy."""
+        rank = self.ranks.get(found.process)
+        if rank is None:
+            rank = Rank(
+                id=RankId(self.host, found.process),
+                devices=found.devices,
+                device_bytes=found.device_bytes,
+                state=RankState.RUNNING,
+            )
+            self.ranks[found.process] = rank
+            return [rank.record(self.tenancy)]
+        if rank.state is RankState.PARKED or rank.operation is not None:
+            return []
+        grown = not found.devices <= rank.devices
+        rank.devices |= found.devices
+        rank.device_bytes = found.device_bytes or rank.device_bytes
+        return [rank.record(self.tenancy)] if grown else []
+
+    # --- what is asked of it from inside ------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that it started has not ended."""
+        return self.pending is not None or any(r.operation for r in self.ranks.values())
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether a rank is known whose memory must be assumed to be on a device."""
+        return any(rank.state.holds_device for rank in self.ranks.values())
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        if self.answer is not None:
+            assert self.order is not None, "only orders are answered"
+            assert self.answer.stamp == self.order.stamp, "the standing order is answered"
+        frozen_for_good = self.order is None and not self.busy
+        if frozen_for_good:
+            states = {rank.state for rank in self.ranks.values()}
+            assert RankState.FROZEN not in states, "nobody is frozen without an order"
+
+    # --- the way to the goal ------------------------------------------------------------------
+
+    def _drive(self, now: float) -> list[Effect]:
+        order = self.order
+        if order is None or self.answer is not None or self.busy:
+            return []
+        if self._failure is not None:
+            return self._give_answer(order)
+        if unknown := self._in_state(RankState.UNKNOWN):
+            return [effect for rank in unknown for effect in self._start(rank, Verb.QUERY, now)]
+        if failed := self._in_state(RankState.FAILED):
+            text = "its device context is broken for good; end the process"
+            self._fail(Reason(cause=Cause.FAILED, text=text, rank=failed[0].id))
+            return self._give_answer(order)
+        match order.goal:
+            case Goal.FROZEN:
+                out = self._toward_frozen(order, now)
+            case Goal.OFF:
+                out = self._toward_off(order, now)
+            case Goal.RESTORED:
+                out = self._toward_restored(order, now)
+            case Goal.ON:
+                out = self._toward_on(order, now)
+            case Goal.QUERY:
+                out = []
+            case _:
+                assert_never(order.goal)
+        if out:
+            return out
+        return self._give_answer(order)
+
+    def _toward_frozen(self, order: Order, now: float) -> list[Effect]:
+        if Step.SCAN not in self._done:
+            return [self._scan(order, Step.SCAN)]
+        moving = [rank for rank in self.ranks.values() if rank.state is not RankState.PARKED]
+        if self._short_of_host_memory(moving):
+            return [self._reserve_host_memory(order, moving)]
+        if Step.HOOKS not in self._done and self.hook_sessions and moving:
+            self.quiesced = True
+            return [self._run_hooks(order, quiesce=True)]
+        # Serially: the first freeze waits for its collective, the next ones fall just after it.
+        for rank in self._in_state(RankState.RUNNING):
+            return self._start(rank, Verb.FREEZE, now)
+        if Step.RESCAN not in self._done:
+            return [self._scan(order, Step.RESCAN)]
+        return []
+
+    def _toward_off(self, order: Order, now: float) -> list[Effect]:
+        # A rank that came while the others were being snapshotted is taken along.
+        for rank in self._in_state(RankState.RUNNING):
+            return self._start(rank, Verb.FREEZE, now)
+        frozen = self._in_state(RankState.FROZEN)
+        if self._short_of_host_memory(frozen):
+            return [self._reserve_host_memory(order, frozen)]
+        if frozen:
+            return self._start_disjoint(frozen, Verb.SNAPSHOT, now)
+        if Step.RESCAN not in self._done:
+            return [self._scan(order, Step.RESCAN)]
+        settle = SettleHostMemory(tenancy=self.tenancy)
+        free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
+        return [settle, free, *self._give_answer(order)]
+
+    def _toward_restored(self, order: Order, now: float) -> list[Effect]:
+        parked = self._in_state(RankState.PARKED)
+        # Without a parked rank nothing is restored, but a newcomer's devices are looked at too.
+        if Step.SCAN not in self._done and (parked or not self.ranks):
+            return [self._scan(order, Step.SCAN)]
+        if Step.RESERVE not in self._done and parked:
+            return [self._reserve_device_memory(order, parked)]
+        return self._start_disjoint(parked, Verb.RESTORE, now)
+
+    def _toward_on(self, order: Order, now: float) -> list[Effect]:
+        if parked := self._in_state(RankState.PARKED):
+            text = "it is still parked while others are to run"
+            self._fail(Reason(cause=Cause.DRIVER, text=text, rank=parked[0].id))
+            return []
+        if frozen := self._in_state(RankState.FROZEN):
+            return [effect for rank in frozen for effect in self._start(rank, Verb.THAW, now)]
+        if self.quiesced and Step.HOOKS not in self._done:
+            return [self._run_hooks(order, quiesce=False)]
+        free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
+        return [free, *self._give_answer(order)]
+
+    def _start_disjoint(self, ranks: list[Rank], verb: Verb, now: float) -> list[Effect]:
+        """Start `verb` on as many of the ranks as share no device with another."""
+        out: list[Effect] = []
+        taken: set[DeviceId] = set()
+        for rank in ranks:
+            if taken.isdisjoint(rank.devices):
+                taken |= rank.devices
+                out += self._start(rank, verb, now)
+        return out
+
+    def _start(self, rank: Rank, verb: Verb, now: float) -> list[Effect]:
+        assert self.order is not None
+        op = self.numbers.take_op()
+        epoch = self.order.stamp.epoch
+        rank.start(Operation(op=op, verb=verb, epoch=epoch, started_at=now))
+        timeout_s = self.limits.freeze_timeout_s if verb is Verb.FREEZE else None
+        start = StartOperation(
+            op=op, rank=rank.id, tenancy=self.tenancy, verb=verb, timeout_s=timeout_s
+        )
+        return [start] if verb is Verb.QUERY else [rank.record(self.tenancy), start]
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _begin(self, order: Order, step: Step) -> OpId:
+        op = self.numbers.take_op()
+        self.pending = Pending(op=op, step=step, order=order)
+        return op
+
+    def _scan(self, order: Order, step: Step) -> Effect:
+        self._scans += 1
+        gone = frozenset(rank.id.process for rank in self._in_state(RankState.PARKED))
+        return ScanGroups(
+            op=self._begin(order, step),
+            tenancy=self.tenancy,
+            expect_gone=gone if order.goal is Goal.OFF else frozenset(),
+        )
+
+    def _short_of_host_memory(self, moving: list[Rank]) -> bool:
+        return any(r.device_bytes > self._reserved.get(r.id.process, -1) for r in moving)
+
+    def _reserve_host_memory(self, order: Order, moving: list[Rank]) -> Effect:
+        self._reserved |= {rank.id.process: rank.device_bytes for rank in moving}
+        return ReserveHostMemory(
+            op=self._begin(order, Step.RESERVE),
+            tenancy=self.tenancy,
+            demands=tuple((rank.id, rank.device_bytes) for rank in moving),
+        )
+
+    def _reserve_device_memory(self, order: Order, parked: list[Rank]) -> Effect:
+        return ReserveDeviceMemory(
+            op=self._begin(order, Step.RESERVE),
+            tenancy=self.tenancy,
+            demands=tuple((rank.id, rank.devices, rank.parked_bytes) for rank in parked),
+        )
+
+    def _run_hooks(self, order: Order, *, quiesce: bool) -> Effect:
+        return RunHooks(
+            op=self._begin(order, Step.HOOKS),
+            tenancy=self.tenancy,
+            sessions=tuple(self.hook_sessions),
+            quiesce=quiesce,
+            timeout_s=self.limits.quiesce_timeout_s,
+        )
+
+    def _take_pending(self, op: OpId, failure: Reason | None) -> bool:
+        """End the step in flight; return whether it was begun for the standing order."""
+        pending = self.pending
+        assert pending is not None
+        assert pending.op == op, "a step has one result"
+        self.pending = None
+        if pending.step is Step.RESERVE and failure is not None:
+            self._reserved.clear()
+        if pending.step is Step.HOOKS and pending.order.goal is Goal.ON:
+            # A job that cannot resume is not frozen again for it: it runs.
+            self.quiesced, failure = False, None
+        if pending.order != self.order:
+            return False
+        self._done.add(pending.step)
+        if failure is not None:
+            self._fail(failure)
+        return True
+
+    def _judge(self, found: tuple[FoundRank, ...]) -> None:
+        """Draw the conclusions from a scan that belongs to the standing order."""
+        assert self.order is not None
+        if self.order.goal is Goal.RESTORED:
+            self._refuse_company(found)
+            return
+        parked = {rank.id.process for rank in self._in_state(RankState.PARKED)}
+        if still := next((f for f in found if f.process in parked and f.device_bytes), None):
+            text = f"{still.device_bytes} bytes are still on its devices after the snapshot"
+            rank = RankId(self.host, still.process)
+            self._fail(Reason(cause=Cause.NOT_FREED, text=text, rank=rank))
+        late = self._in_state(RankState.RUNNING)
+        if late and Step.RESCAN in self._done:
+            self._done.remove(Step.RESCAN)
+            if self._scans >= MAX_SCANS:
+                text = "new processes keep appearing on the devices while it is being frozen"
+                self._fail(Reason(cause=Cause.FREEZE_TIMEOUT, text=text, rank=late[0].id))
+
+    def _refuse_company(self, found: tuple[FoundRank, ...]) -> None:
+        for other in found:
+            if other.job == self.tenancy.job or not other.devices:
+                continue
+            who = f"pid {other.process.pid} ({other.name or 'unknown'}) of uid {other.uid}"
+            cause = Cause.STRANGER if other.job is None else Cause.OCCUPIED
+            self._fail(Reason(cause=cause, text=f"{who} is on the devices"))
+            return
+
+    # --- small change -------------------------------------------------------------------------
+
+    def _in_state(self, state: RankState) -> list[Rank]:
+        return [r for r in self.ranks.values() if r.state is state and not r.exited]
+
+    def _fail(self, reason: Reason) -> None:
+        if self._failure is None:
+            self._failure = reason
+
+    def _give_answer(self, order: Order) -> list[Effect]:
+        states = tuple((rank.id.process, rank.state) for rank in self.ranks.values())
+        self.answer = Report(
+            host=self.host,
+            tenancy=self.tenancy,
+            stamp=order.stamp,
+            failure=self._failure,
+            states=states,
+        )
+        return [self.answer]
+
+    def _drop(self, rank: Rank) -> list[Effect]:
+        del self.ranks[rank.id.process]
+        self._reserved.pop(rank.id.process, None)
+        out: list[Effect] = [RankEndedRecord(rank=rank.id)]
+        if not self.ranks:
+            out.append(FreeMemory(tenancy=self.tenancy, host=True, device=True))
+        return out
+
+    def _note(self, rank: Rank, operation: Operation, event: OperationFinished) -> Note:
+        return Note(
+            kind="operation",
+            level="info" if event.failure is None else "warning",
+            facts={
+                "job": str(self.tenancy.job),
+                "groups": ",".join(self.tenancy.groups),
+                "rank": str(rank.id),
+                "verb": operation.verb.value,
+                "state": event.observed.value,
+                "seconds": event.seconds,
+                "bytes": event.moved_bytes,
+                "reason": str(event.failure) if event.failure else None,
+            },
+        )

@@ -1,0 +1,80 @@
+"""One rank's device context and its one operation in flight.
+
+The physical truth lives here: the result of an operation is never ignored, whatever became of the
+order that it was started for.
+
+Safety rule: one operation in flight per rank; a state is believed only as the driver reported it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tsliced.core.actions import RankRecord
+from tsliced.core.events import OperationFinished
+from tsliced.core.model import DeviceId, Epoch, OpId, RankId, RankState, TenancyKey, Verb
+
+#: What a verb may be applied to. QUERY is for all.
+LEGAL_FROM = {
+    Verb.FREEZE: RankState.RUNNING,
+    Verb.SNAPSHOT: RankState.FROZEN,
+    Verb.RESTORE: RankState.PARKED,
+    Verb.THAW: RankState.FROZEN,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A backend call in flight."""
+
+    op: OpId
+    verb: Verb
+    #: The order that it was started for; its failure answers that one only.
+    epoch: Epoch
+    started_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """A process of a tenancy, as far as its devices are concerned."""
+
+    id: RankId
+    devices: frozenset[DeviceId]
+    device_bytes: int
+    state: RankState
+    operation: Operation | None = None
+    #: The process is gone; the rank stays only until its operation has ended.
+    exited: bool = False
+    #: Moved by its latest snapshot.
+    parked_bytes: int = 0
+
+    def start(self, operation: Operation) -> None:
+        """Note that an operation is in flight."""
+        assert self.operation is None, "one operation per rank"
+        legal = LEGAL_FROM.get(operation.verb)
+        assert legal is None or self.state is legal, f"{operation.verb} from {self.state}"
+        self.operation = operation
+
+    def finish(self, event: OperationFinished) -> Operation:
+        """Take in a result, and return the operation that it ends."""
+        operation = self.operation
+        assert operation is not None
+        assert operation.op == event.op
+        self.operation = None
+        self.state = event.observed
+        if operation.verb is Verb.SNAPSHOT and event.observed is RankState.PARKED:
+            self.parked_bytes = event.moved_bytes or self.device_bytes
+        elif event.observed is not RankState.PARKED:
+            self.parked_bytes = 0
+        return operation
+
+    def record(self, tenancy: TenancyKey) -> RankRecord:
+        """Return what must be kept of this rank."""
+        return RankRecord(
+            rank=self.id,
+            tenancy=tenancy,
+            devices=self.devices,
+            device_bytes=self.device_bytes,
+            state=self.state,
+            verb=self.operation.verb if self.operation else None,
+        )

@@ -1,0 +1,90 @@
+"""One joint request of a job for groups: its members, and how far it has come.
+
+    GATHERING -> QUEUED -> MOVING -> HELD -> over
+                              `-> GRANTING (no token left in the block) -> HELD
+
+A round of several ranks is complete when all of them asked (or, by choice, at the first), is
+granted to all at once, and is over when all have released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tsliced.core.model import (
+    Arrival,
+    GroupName,
+    JobKey,
+    LeaseId,
+    Reason,
+    RoundId,
+    SessionId,
+    TenancyKey,
+)
+from tsliced.core.sessions import Lease
+
+
+class RoundState(Enum):
+    """Where a round is in its life."""
+
+    GATHERING = "gathering"
+    QUEUED = "queued"
+    MOVING = "moving"
+    GRANTING = "granting"
+    HELD = "held"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Round:
+    """A job's joint request."""
+
+    id: RoundId
+    job: JobKey
+    #: In the order in which they are reserved.
+    groups: tuple[GroupName, ...]
+    ranks: int
+    arrival: Arrival
+    #: When it took its place in the queue; before that, when its first member asked.
+    asked_at: float
+    #: Order of arrival in the queue; 0 while it gathers.
+    place: int = 0
+    state: RoundState = RoundState.GATHERING
+    #: Of `ranks`, how many are gone for good and are not waited for.
+    lost: int = 0
+    members: dict[LeaseId, Lease] = field(default_factory=dict)
+    #: Sessions that took part; one that released its lease asks for the next round.
+    took_part: set[SessionId] = field(default_factory=set)
+    #: How many of `groups` it has, from the front.
+    reserved: int = 0
+    switch_began_at: float = 0.0
+    #: Something had to be moved before it could be granted.
+    moved: bool = False
+    #: State was brought back from host memory for it.
+    restored: bool = False
+    evict_tries: dict[TenancyKey, int] = field(default_factory=dict)
+    admit_tries: int = 0
+    #: What its members were last told about why it takes so long.
+    stalled: Reason | None = None
+
+    def may_join(self, session: SessionId) -> bool:
+        """Whether a lease of this session belongs to this round rather than to the next."""
+        if session in self.took_part:
+            return False
+        return len(self.took_part) < self.ranks
+
+    def complete(self, live_ranks: int) -> bool:
+        """Whether it can take its place in the queue."""
+        if self.arrival is Arrival.FIRST:
+            return bool(self.members)
+        return len(self.members) >= max(1, min(self.ranks, live_ranks))
+
+
+@dataclass(slots=True, kw_only=True)
+class Gang:
+    """The sessions of one job that ask together for the same groups, over its rounds."""
+
+    sessions: set[SessionId] = field(default_factory=set)
+    #: Of `ranks`, how many are gone for good.
+    lost: int = 0
+    latest: Round | None = None

@@ -1,0 +1,131 @@
+"""Sessions and their leases: who speaks, what they asked for, what they were told.
+
+A request is answered once and the answer is remembered: the same request sent again, over a new
+connection or after a restart, gets the same answer. The name of a lease is made of its session and
+request, so a repeated acquire can only ever mean the same lease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tsliced.core.actions import LeaseEndedRecord, LeaseRecord, SessionRecord
+from tsliced.core.model import (
+    Arrival,
+    GroupName,
+    JobKey,
+    LeaseId,
+    ProcessId,
+    RequestId,
+    RoundId,
+    SessionId,
+    Token,
+)
+
+#: `LeaseEndedRecord.code` of a lease that ended as it should.
+RELEASED = "released"
+
+
+def lease_name(session: SessionId, request: RequestId) -> LeaseId:
+    """Return the name of the lease that a session's request asks for."""
+    return LeaseId(f"{session}.{request}")
+
+
+class LeaseState(Enum):
+    """Where a lease is in its life; an ended one is only remembered."""
+
+    WAITING = "waiting"
+    HELD = "held"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """One session's part in a round."""
+
+    id: LeaseId
+    session: SessionId
+    request: RequestId
+    round: RoundId
+    groups: tuple[GroupName, ...]
+    phase: str
+    ranks: int
+    arrival: Arrival
+    asked_at: float
+    state: LeaseState = LeaseState.WAITING
+    tokens: tuple[tuple[GroupName, Token], ...] = ()
+    granted_at: float = 0.0
+    #: The client has to confirm the grant: it had to wait for it and may be gone.
+    unconfirmed: bool = False
+
+    def record(self, place: int) -> LeaseRecord:
+        """Return what must be kept of this lease; `place` is its round's in the queue."""
+        return LeaseRecord(
+            lease=self.id,
+            session=self.session,
+            request=self.request,
+            round=self.round,
+            place=place,
+            groups=self.groups,
+            phase=self.phase,
+            ranks=self.ranks,
+            arrival=self.arrival,
+            tokens=self.tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One client, over all its connections."""
+
+    id: SessionId
+    job: JobKey
+    process: ProcessId
+    secret: bytes
+    #: Groups that it may lease, in the configured order.
+    groups: tuple[GroupName, ...]
+    hooks: bool = False
+    agent: bool = False
+    connected: bool = True
+    leases: dict[RequestId, Lease] = field(default_factory=dict)
+    #: Answers to requests that are over, the latest `max_answers` of them.
+    ended: dict[LeaseId, LeaseEndedRecord] = field(default_factory=dict)
+    _slot: int = 0
+
+    def record(self) -> SessionRecord:
+        """Return what must be kept of this session."""
+        return SessionRecord(
+            session=self.id,
+            job=self.job,
+            process=self.process,
+            secret=self.secret,
+            groups=self.groups,
+            hooks=self.hooks,
+            agent=self.agent,
+        )
+
+    def remember(
+        self, lease: LeaseId, request: RequestId, *, code: str, text: str, limit: int,
+        waiters: int = 0, deferred: bool = False,
+    ) -> LeaseEndedRecord:  # fmt: skip
+        """Note how a request ended, in place of the oldest answer if there are `limit`."""
+        record = LeaseEndedRecord(
+            lease=lease,
+            session=self.id,
+            request=request,
+            slot=self._slot,
+            code=code,
+            text=text,
+            waiters=waiters,
+            deferred=deferred,
+        )
+        self._slot = (self._slot + 1) % limit
+        if len(self.ended) >= limit:
+            del self.ended[next(iter(self.ended))]
+        self.ended[lease] = record
+        return record
+
+    def recall(self, record: LeaseEndedRecord, *, limit: int) -> None:
+        """Take an answer back from the journal."""
+        self.ended[record.lease] = record
+        self._slot = (record.slot + 1) % limit
