@@ -116,6 +116,8 @@ class Coordinator:
     deadline: float | None = None
     #: When the move under way began.
     began_at: float = 0.0
+    #: Evictions and admissions that were carried through.
+    moves: int = 0
     #: Epochs are exhausted, or a pause is to pass: the place to go to then.
     wanted: Place | None = None
     _reports: dict[HostName, Report] = field(default_factory=dict)
@@ -244,9 +246,11 @@ class Coordinator:
         match place:
             case Place.SNAPSHOTTING:
                 self.place = Place.OFF
+                self.moves += 1
                 return [self._note("evicted", now), Evicted(tenancy=self.tenancy)]
             case Place.THAWING:
                 self.place, self.reason = Place.ON, None
+                self.moves += 1
                 done = Admitted(tenancy=self.tenancy, restored=self._was_parked)
                 return [self._note("admitted", now), done]
             case Place.REVIVING:

@@ -1,0 +1,76 @@
+# Everything that is made lies under build/; `make clean` takes it away again.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := build/venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+METADATA := setup.cfg pyproject.toml
+
+include cuda_ckpt/softcuda/build.mk
+
+.PHONY: help
+help: ## Say what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r name text; do printf 'make %-10s %s\n' "$$name" "$$text"; done
+
+.PHONY: demo
+demo: $(VENV)/.stamp-daemon softcuda ## Two RL jobs share two devices, in under 90 seconds
+	$(BIN)/python -m demo
+
+.PHONY: test
+test: $(VENV)/.stamp-test softcuda ## All tests that need no GPU; PYTEST_ARGS=... narrows them down
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 570 or later
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(VENV)/.stamp-test ## Format, lint, types and the layering of the packages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_layering.py
+
+.PHONY: bench
+bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives
+	$(BIN)/python -m bench
+
+.PHONY: clean
+clean: ## Remove build/ and the caches of the tools
+	rm -rf build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- The virtual environments ---------------------------------------------------------------
+# One environment, filled in steps: the demo needs the daemon's packages only. A stamp is older than
+# the metadata when a dependency was added, and the step is done again.
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'The daemon needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo 'This Python has no venv module; on Debian: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-daemon: $(METADATA) | $(VENV)/bin/python
+	$(PIP) install --editable '.[daemon]'
+	@$(call install_systemd_python)
+	@touch $@
+
+$(VENV)/.stamp-test: $(METADATA) constraints.txt $(VENV)/.stamp-daemon
+	$(PIP) install --constraint constraints.txt --editable '.[daemon,test]'
+	@touch $@
+
+# systemd-python is built from source against libsystemd-dev. The daemon has a replacement for the few
+# calls that it needs, so a machine that cannot build it goes without.
+define install_systemd_python
+if pkg-config --exists libsystemd 2>/dev/null; then \
+	$(PIP) install --editable '.[systemd]' >build/systemd-python.log 2>&1 || \
+		echo 'systemd-python could not be built (build/systemd-python.log); going on without it'; \
+fi
+endef

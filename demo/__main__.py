@@ -1,0 +1,217 @@
+"""The demo: two RL-like jobs on two devices, first one after the other, then sharing them.
+
+Starts a daemon of its own in a temporary directory, changes nothing outside of it, and cleans up.
+Exits with 0 if both jobs ended with the same device state both ways, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from demo.daemon import GROUP, Daemon, DemoError
+from demo.hardware import Hardware, NoHardwareError, choose
+from demo.job import Pace
+from demo.jobs import RANKS, Outcome, Stage, run_stage
+from demo.report import (
+    count_switches,
+    duty_lines,
+    group_duty,
+    job_duty,
+    operation_lines,
+    operations,
+)
+from demo.table import Screen
+from libtimeslice.protocol import Message
+
+JOBS = ("a", "b")
+#: As in RL post-training: the devices are used for about 40 % of an iteration.
+PACE = Pace(rollout_s=1.0, reward_s=2.4, training_s=0.6)
+STAGE_LIMIT_S = 120.0
+
+
+def main() -> int:
+    """Runs the demo and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--hardware", choices=("auto", "nvidia", "softcuda"), default="auto")
+    parser.add_argument("--iterations", type=int, default=4, help="of each job (default 4)")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    screen = Screen(sys.stdout)
+    try:
+        with temporary_directory() as directory, chosen(options.hardware, directory) as hardware:
+            return conduct(hardware, directory, options.iterations, screen)
+    except (DemoError, NoHardwareError) as error:
+        screen.line(f"The demo failed: {error}")
+        return 1
+    except KeyboardInterrupt:
+        screen.line("Interrupted; everything is cleaned up.")
+        return 128 + signal.SIGINT
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Makes a directory for all that the demo writes, short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="tsliced-demo-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@contextmanager
+def chosen(wanted: str, directory: Path) -> Iterator[Hardware]:
+    """Chooses the hardware and takes away what it left in memory."""
+    hardware = choose(wanted, directory)
+    try:
+        yield hardware
+    finally:
+        if hardware.directory is not None:
+            shutil.rmtree(hardware.directory, ignore_errors=True)
+
+
+def conduct(hardware: Hardware, directory: Path, iterations: int, screen: Screen) -> int:
+    """Runs all stages and prints the report; returns the exit code."""
+    screen.line(f"Devices: {hardware.description}")
+    screen.line(
+        f"Jobs: {' and '.join(JOBS)}, {RANKS} ranks each, {hardware.state_mib} MiB of device "
+        f"state per rank, {iterations} iterations of rollout {PACE.rollout_s} s, reward "
+        f"{PACE.reward_s} s (host only), training {PACE.training_s} s"
+    )
+    alone = {}
+    for job in JOBS:
+        screen.line(f"Job {job} alone, without tsliced:")
+        stage = stage_of(f"alone-{job}", (job,), iterations)
+        alone[job] = run_stage(stage, hardware, directory)
+        screen.line(f"  done in {alone[job].seconds:.1f} s")
+    with Daemon(hardware, directory) as daemon:
+        screen.line(f"Jobs {' and '.join(JOBS)} together, sharing the devices:")
+        history = History(daemon, screen)
+        stage = stage_of("shared", JOBS, iterations)
+        try:
+            together = run_stage(stage, hardware, directory, daemon.socket, history.tick)
+            history.finish()
+        except DemoError:
+            screen.line(f"The daemon's log ends with:\n{daemon.log_tail()}")
+            raise
+    return report(screen, alone, together, history)
+
+
+def stage_of(name: str, jobs: tuple[str, ...], iterations: int) -> Stage:
+    """Returns a stage of the demo."""
+    return Stage(
+        name=name,
+        jobs=jobs,
+        iterations=iterations,
+        pace=PACE,
+        limit_s=STAGE_LIMIT_S,
+    )
+
+
+class History:
+    """What the daemon says while the jobs share: events, and how busy the devices are."""
+
+    def __init__(self, daemon: Daemon, screen: Screen) -> None:
+        self._daemon = daemon
+        self._screen = screen
+        self._next = daemon.events(0)[1]
+        self._busy: list[float] = []
+        self.events: list[Message] = []
+        self.began_at = self.ended_at = time.time()
+
+    def tick(self) -> None:
+        """Reads the status, shows it, and samples the devices' utilization."""
+        status = self._daemon.status()
+        self._screen.show(status)
+        busy = [
+            device["utilization_pct"]
+            for group in status["groups"]
+            for device in group["devices"]
+            if device["utilization_pct"] is not None
+        ]
+        if busy:
+            self._busy.append(sum(busy) / len(busy) / 100)
+        self._read()
+
+    def finish(self) -> None:
+        """Reads what is left, after the last job has ended."""
+        self.ended_at = time.time()
+        self._read()
+        self._screen.settle()
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end, in Unix seconds as the events have them."""
+        return self.began_at, self.ended_at
+
+    @property
+    def kernel(self) -> float:
+        """How busy NVML found the devices, from 0 to 1, on average."""
+        return sum(self._busy) / len(self._busy) if self._busy else 0.0
+
+    def _read(self) -> None:
+        events, self._next = self._daemon.events(self._next)
+        self.events += events
+
+
+def report(screen: Screen, alone: dict[str, Outcome], together: Outcome, history: History) -> int:
+    """Prints the figures; returns 0 if every rank ended in the same state both ways, else 1."""
+    span = history.span
+    busy = {
+        job: sum(result.busy_s for result in results) / len(results)
+        for job, results in together.results.items()
+    }
+    duties = [group_duty(f"group {GROUP}", history.events, span, history.kernel)]
+    duties += [job_duty(job, history.events, span, busy[job]) for job in together.results]
+    screen.line()
+    for line in [
+        *duty_lines(duties),
+        "  held: leased, or moved for a lease; useful: without the moves;",
+        "  kernel: devices busy, by NVML for the group, by the ranks' own clocks for a job",
+        "",
+        *operation_lines(operations(history.events)),
+        f"  {count_switches(history.events)} switches",
+        "",
+    ]:
+        screen.line(line)
+    one_by_one = sum(outcome.seconds for outcome in alone.values())
+    screen.line(
+        f"Shared: {together.seconds:.1f} s. One after the other: {one_by_one:.1f} s. "
+        f"{one_by_one / together.seconds:.2f} times as fast."
+    )
+    return compare(screen, alone, together)
+
+
+def compare(screen: Screen, alone: dict[str, Outcome], together: Outcome) -> int:
+    """Prints whether the device states are the same both ways; returns the exit code."""
+    wrong = [
+        f"job {job} rank {apart.rank}: {apart.digest} alone, {shared.digest} shared"
+        for job, outcome in alone.items()
+        for apart, shared in zip(outcome.results[job], together.results[job], strict=True)
+        if apart.digest != shared.digest
+    ]
+    ranks = sum(len(results) for results in together.results.values())
+    restored = sum(r.restored for results in together.results.values() for r in results)
+    verdict = "NO" if wrong else "yes"
+    screen.line(
+        f"Device state bit-identical to the run alone: {verdict} "
+        f"(SHA-256 of {ranks} ranks, which were restored {restored} times)"
+    )
+    for line in wrong:
+        screen.line(f"  {line}")
+    if not restored:
+        screen.line("  but no state was ever moved, so that proves nothing")
+    return 1 if wrong or not restored else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""What the blocking and the asyncio client have in common: settings, names and checks, no I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterable
+
+from libtimeslice import __version__
+from libtimeslice.agent import Agent
+from libtimeslice.callbacks import Callback, Callbacks, Contended, Lost, Notice, Pause, Resume
+from libtimeslice.environment import Mode, Settings, check_name
+from libtimeslice.errors import (
+    AcquireTimeout,
+    Cancelled,
+    DaemonUnreachable,
+    TimeSliceError,
+    error_from,
+)
+from libtimeslice.protocol import MAX_FIELDS, MAX_TEXT, MAX_TIMEOUT_S, Message
+from libtimeslice.session import Arrive, Ask, Grant, Session
+
+logger = logging.getLogger("libtimeslice")
+
+#: How much longer than the daemon this side waits for an acquire with a time-out, seconds: the
+#: daemon's own answer says more, and no grant can cross it.
+TIMEOUT_SLACK_S = 1.0
+#: How long a caller that gave up waits to hear that nothing is left behind, seconds.
+SETTLE_LIMIT_S = 2.0
+#: Longest that closing waits for anything, seconds.
+CLOSE_LIMIT_S = 2.0
+#: Losses of the connection in a row, without an answer in between, before a request gives up.
+MAX_LOSSES = 20
+
+Names = str | Iterable[str] | None
+Field = bool | int | float | str
+
+
+class BaseClient:
+    """Configuration, checks and callbacks of a client. See `client.TimeSlice`."""
+
+    _session: Session
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.callbacks = Callbacks()
+        self._agent: Agent | None = None
+        self._closed = False
+        self._warned = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} socket={self.settings.path()!r} job={self.job!r}>"
+
+    @property
+    def job(self) -> str | None:
+        """The job's id: as configured, or as the daemon found out, or None as long as unknown."""
+        return self.settings.job or self._session.job
+
+    @property
+    def shared(self) -> bool:
+        """Whether leases are the daemon's. False: mode `off`, or `auto` and there is no daemon."""
+        if self.settings.mode is Mode.REQUIRE:
+            return True
+        if self.settings.mode is Mode.OFF:
+            return False
+        return self._session.answered or os.path.exists(self.settings.path())
+
+    # -- callbacks
+
+    def on_contended(self, function: Callback) -> Callback:
+        """Registers a function of a `Contended`: others wait for what this job holds, or no longer.
+
+        Callbacks run in a small thread of this process; it starts with the first of them. They work
+        as decorators too.
+        """
+        return self._register(Contended, function)
+
+    def on_lost(self, function: Callback) -> Callback:
+        """Registers a function of a `Lost`: a lease ended before its release."""
+        return self._register(Lost, function)
+
+    def on_pause(self, function: Callback) -> Callback:
+        """Registers a function of a `Pause`, run before this rank's device work is frozen.
+
+        It must return within the pause's `timeout_s`. What it raises stops the move.
+        """
+        return self._register(Pause, function)
+
+    def on_resume(self, function: Callback) -> Callback:
+        """Registers a function of a `Resume`, run when this rank's device work runs again."""
+        return self._register(Resume, function)
+
+    def _register(self, kind: type[Notice], function: Callback) -> Callback:
+        self.callbacks.add(kind, function)
+        if self.shared:
+            self._start_agent()
+        return function
+
+    def _start_agent(self, *, registered: bool = False) -> None:
+        if self._closed:
+            return
+        if self._agent is None:
+            self._agent = Agent(self.settings, self.callbacks)
+        self._agent.job = self.job
+        self._agent.registered = self._agent.registered or registered
+        self._agent.start()
+
+    # -- what is asked
+
+    def _ask(
+        self,
+        groups: Names,
+        timeout: float | None,
+        phase: str | None,
+        ranks: int | None,
+        arrive: Arrive,
+    ) -> Ask:
+        if arrive not in ("all", "first"):
+            raise ValueError(f"arrive must be 'all' or 'first', not {arrive!r}")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be at least 0 seconds, or None, not {timeout!r}")
+        return Ask(
+            groups=self.settings.groups_of(groups),
+            phase=None if phase is None else check_name("a phase", phase),
+            ranks=self.settings.round_of(ranks),
+            arrive=arrive,
+            timeout_s=None if timeout is None or timeout > MAX_TIMEOUT_S else float(timeout),
+        )
+
+    def _warn_unshared(self) -> None:
+        """Says once that a client in mode `auto` runs unshared."""
+        if self.settings.mode is Mode.AUTO and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"no tsliced at {self.settings.path()}: this job does not share its devices "
+                "(TSLICE_MODE=auto)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _join(self) -> bool:
+        """Whether to talk to a daemon at all; warns once if not for lack of one."""
+        if not self.shared:
+            self._warn_unshared()
+            return False
+        if self._agent is None and self.callbacks.any:
+            self._start_agent()
+        return True
+
+
+def tell_lost(callbacks: Callbacks, lost: Iterable[Grant]) -> None:
+    """Logs the loss of leases, and runs the callbacks for it in a thread of their own.
+
+    The thread that finds out may be in the middle of anything. Losses are rare, so are the threads.
+    """
+    for grant in lost:
+        notice = Lost(lease=grant.lease, reason=grant.reason or "no reason given")
+        logger.warning("lease %s of %s was lost: %s", grant.lease, grant.groups, notice.reason)
+        if callbacks.has(Lost):
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                threading.Thread(
+                    target=callbacks.tell, args=(notice,), name="timeslice-lost", daemon=True
+                ).start()
+
+
+def client_hello(settings: Settings, session: Session) -> Message:
+    """The hello of a client, in whichever session it is by now."""
+    return session.hello(
+        client=f"libtimeslice/{__version__}",
+        role="client",
+        job=settings.job or session.job,
+        caps=(),
+        ranks=settings.round_of(None),
+    )
+
+
+def answer_of(answer: Message) -> Message:
+    """Returns an answer that is good, or raises the error in it."""
+    if "err" in answer:
+        raise error_from(answer["err"])
+    return answer
+
+
+def acquire_error(answer: Message, ask: Ask) -> TimeSliceError:
+    """The exception for an acquire that was refused, with what was asked for."""
+    error = error_from(answer["err"])
+    error.facts.setdefault("groups", ask.groups)
+    return error
+
+
+def acquire_timeout(ask: Ask) -> AcquireTimeout:
+    """The exception for an acquire that this side gave up."""
+    named = "all groups of the job" if ask.groups is None else ", ".join(ask.groups)
+    return AcquireTimeout(
+        f"no lease of {named} within {ask.timeout_s:g} s",
+        groups=ask.groups,
+        timeout_s=ask.timeout_s,
+    )
+
+
+def cancelled(ask: Ask) -> Cancelled:
+    """The exception for an acquire that its own caller cancelled."""
+    return Cancelled("the acquire was cancelled by its caller", groups=ask.groups)
+
+
+def no_answer(what: str, limit_s: float) -> DaemonUnreachable:
+    """The exception for a daemon that is connected and silent."""
+    return DaemonUnreachable(f"the daemon did not answer {what!r} within {limit_s:g} s")
+
+
+def progress_message(fields: dict[str, object]) -> Message:
+    """The notice for `progress`. Raises ValueError or TypeError for what the wire cannot carry."""
+    if len(fields) > MAX_FIELDS:
+        raise ValueError(f"at most {MAX_FIELDS} fields can be told at a time, not {len(fields)}")
+    return {
+        "t": "progress",
+        "fields": {check_name("a field", name): _plain(name, fields[name]) for name in fields},
+    }
+
+
+def queue_message(name: str, depth: float, target: float | None) -> Message:
+    """The notice for `queue`. Raises ValueError for what makes no sense."""
+    for what, value in (("depth", depth), ("target", target)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{what} must be a number of at least 0, not {value!r}")
+    return {
+        "t": "queue",
+        "name": check_name("a queue", name),
+        "depth": _plain("depth", depth),
+        "target": None if target is None else _plain("target", target),
+    }
+
+
+def _plain(name: str, value: object) -> Field:
+    """A value that msgpack knows. Numbers of numpy and torch come out of their boxes."""
+    item = getattr(value, "item", None)
+    if not isinstance(value, (bool, int, float, str)) and callable(item):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # more than one element
+            value = item()
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise ValueError(f"{name} has {len(value)} characters; {MAX_TEXT} is the limit")
+        return str(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -(1 << 63) <= value < 1 << 64 else float(value)
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{name} must be a number, a string or a bool, not {type(value).__name__}")

@@ -1,0 +1,165 @@
+"""What a client is told by its caller and by the environment: one immutable `Settings`.
+
+This is the only module that reads environment variables:
+
+* `TSLICE_SOCKET`: path of the daemon's socket; else `/run/tsliced/tsliced.sock`.
+* `TSLICE_JOB_ID`: the job's id; else the daemon finds it out from the process.
+* `TSLICE_MODE`: `require` (default), `auto` or `off`.
+* `TSLICE_GROUPS`: names of roles and their groups, `trainer=n1,n2;sampler=n3`.
+* `WORLD_SIZE`: how many ranks take part in a round, as torchrun and others set it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from libtimeslice.protocol import MAX_GROUPS, MAX_NAME, MAX_RANKS
+
+DEFAULT_SOCKET = "/run/tsliced/tsliced.sock"
+
+
+class Mode(str, Enum):
+    """What a client does where there is no daemon."""
+
+    #: Never talks to a daemon: every lease is granted at once.
+    OFF = "off"
+    #: Runs unshared, with one warning, if no socket exists and none ever answered.
+    AUTO = "auto"
+    #: Raises.
+    REQUIRE = "require"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A client's configuration. A client pickles as this, and starts afresh where it is loaded."""
+
+    #: None: the environment of the process that uses the client decides.
+    socket: str | None = None
+    job: str | None = None
+    mode: Mode = Mode.REQUIRE
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Ranks of a round unless a call says otherwise; None: `WORLD_SIZE` where the client is used.
+    ranks: int | None = None
+    #: Longest time for a first connection, seconds.
+    connect_timeout_s: float = 10.0
+    #: Longest time for an answer to anything but an acquire, seconds.
+    reply_limit_s: float = 30.0
+    #: Longest time that exit waits for a last turn on the devices, seconds; 0: does not ask.
+    last_turn_s: float = 600.0
+    #: Finish device work, and free cached device memory if somebody waits, before a release.
+    synchronize: bool = True
+
+    def path(self, environ: Mapping[str, str] = os.environ) -> str:
+        """The path of the daemon's socket, as this process sees it."""
+        chosen = self.socket or environ.get("TSLICE_SOCKET") or DEFAULT_SOCKET
+        return socket_path(chosen)
+
+    def round_of(self, ranks: int | None, environ: Mapping[str, str] = os.environ) -> int | None:
+        """How many ranks must ask for one grant; None if the caller asks for itself alone."""
+        chosen = ranks if ranks is not None else self.ranks
+        if chosen is None:
+            chosen = _world_size(environ)
+        if not 1 <= chosen <= MAX_RANKS:
+            raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, not {chosen}")
+        return chosen if chosen > 1 else None
+
+    def groups_of(self, names: str | Iterable[str] | None) -> tuple[str, ...] | None:
+        """The groups behind names of roles and groups, each once; None (all) stays None."""
+        if names is None:
+            return None
+        given = (names,) if isinstance(names, str) else tuple(names)
+        groups = [group for name in given for group in self.aliases.get(name, (name,))]
+        unique = tuple(dict.fromkeys(groups))
+        if not 1 <= len(unique) <= MAX_GROUPS:
+            raise ValueError(
+                f"name 1 to {MAX_GROUPS} groups, or none at all for every group of the job; "
+                f"these are {len(unique)}"
+            )
+        for group in unique:
+            check_name("a group", group)
+        return unique
+
+
+def settings_from(
+    *,
+    socket: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+    mode: str | Mode | None = None,
+    groups: Mapping[str, str | Iterable[str]] | None = None,
+    ranks: int | None = None,
+    connect_timeout_s: float = 10.0,
+    reply_limit_s: float = 30.0,
+    last_turn_s: float = 600.0,
+    synchronize: bool = True,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Combines what a caller gave with the environment; what was given wins.
+
+    Raises ValueError for a mode, alias or number that makes no sense.
+    """
+    aliases = _aliases(environ.get("TSLICE_GROUPS", ""))
+    for role, named in (groups or {}).items():
+        aliases[role] = (named,) if isinstance(named, str) else tuple(named)
+    for name, seconds in (
+        ("connect_timeout_s", connect_timeout_s),
+        ("reply_limit_s", reply_limit_s),
+    ):
+        if not seconds > 0:
+            raise ValueError(f"{name} must be positive, not {seconds}")
+    return Settings(
+        socket=os.fspath(socket) if socket is not None else None,
+        # The job goes with the pickle: a worker that a driver hands its client to is of its job.
+        job=job or environ.get("TSLICE_JOB_ID") or None,
+        mode=_mode(mode or environ.get("TSLICE_MODE") or Mode.REQUIRE),
+        aliases=aliases,
+        ranks=ranks,
+        connect_timeout_s=connect_timeout_s,
+        reply_limit_s=reply_limit_s,
+        last_turn_s=last_turn_s,
+        synchronize=synchronize,
+    )
+
+
+def socket_path(target: str) -> str:
+    """Takes `unix:/path`, `unix:///path` or a plain path, and returns the plain path."""
+    if target.startswith("unix://"):
+        return target[len("unix://") :]
+    return target[len("unix:") :] if target.startswith("unix:") else target
+
+
+def check_name(what: str, name: object) -> str:
+    """Returns a name that the wire can carry, or raises ValueError."""
+    if isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable():
+        return name
+    raise ValueError(f"{what} needs a name of 1 to {MAX_NAME} printable characters, not {name!r}")
+
+
+def _mode(given: str | Mode) -> Mode:
+    try:
+        return Mode(given)
+    except ValueError:
+        raise ValueError(f"mode must be 'off', 'auto' or 'require', not {given!r}") from None
+
+
+def _aliases(text: str) -> dict[str, tuple[str, ...]]:
+    aliases: dict[str, tuple[str, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        role, equals, listed = entry.partition("=")
+        groups = tuple(filter(None, (name.strip() for name in listed.split(","))))
+        if not (equals and role.strip() and groups):
+            raise ValueError(
+                f"TSLICE_GROUPS must look like 'trainer=n1,n2;sampler=n3', and {entry!r} does not"
+            )
+        aliases[role.strip()] = groups
+    return aliases
+
+
+def _world_size(environ: Mapping[str, str]) -> int:
+    text = environ.get("WORLD_SIZE") or "1"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"WORLD_SIZE must be a number, not {text!r}; or give ranks=") from None

@@ -1,0 +1,102 @@
+"""How clients end: at the end of the process, when nobody uses them any more, and in a fork.
+
+A process that used CUDA tears its contexts down after Python's exit handlers, with calls into the
+driver. If the daemon has parked the process by then, those calls block until somebody restores it.
+So a process that leaves asks for a last turn first, and leaves with the lease in its hands: the
+kernel closes the connection with the process, and the daemon sees the process end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from libtimeslice import accelerator
+from libtimeslice.base import logger
+from libtimeslice.environment import Mode, Settings
+from libtimeslice.errors import TimeSliceError
+from libtimeslice.session import Ask
+
+if TYPE_CHECKING:
+    from libtimeslice.line import Line
+
+
+class Leaver(Protocol):
+    """What is needed of a client to let it go."""
+
+    @property
+    def holding(self) -> bool:
+        """Whether it has a live lease."""
+
+    def close(self) -> None:
+        """Ends its session, in a moment at most."""
+
+    def _start_afresh_in_child(self) -> None:
+        """Drops what belongs to the parent process."""
+
+
+_clients: weakref.WeakSet[Leaver] = weakref.WeakSet()
+#: What clients that are closed or collected leased last, by socket and job.
+_last_asks: dict[tuple[str, str | None], tuple[Settings, Ask]] = {}
+#: The clients of last turns: their connections must stay open until the process is gone.
+_last_turns: list[object] = []
+
+
+def watch(client: Leaver) -> None:
+    """Has a client closed at exit, and reset in forked children."""
+    _clients.add(client)
+    # Exit handlers run latest first. This one moves to the front again with each client, so that
+    # what other libraries do with devices at exit comes after the last turn.
+    atexit.unregister(leave)
+    atexit.register(leave)
+
+
+def settle(line: Line) -> None:
+    """Closes the line of a client that is closed or collected, and notes what it leased last."""
+    ask = line.session.last_ask
+    settings = line.settings
+    if ask is not None and settings.last_turn_s > 0 and settings.mode is not Mode.OFF:
+        job = settings.job or line.session.job
+        _last_asks[settings.path(), job] = (dataclasses.replace(settings, job=job), ask)
+    line.close()
+
+
+def leave() -> None:
+    """At exit: closes all clients, and takes a last turn for each job if devices are in use."""
+    on_devices = accelerator.in_use()
+    holders = [client for client in list(_clients) if on_devices and client.holding]
+    for client in list(_clients):
+        if client not in holders:
+            client.close()
+    if on_devices and not holders:
+        for settings, ask in list(_last_asks.values()):
+            _take_last_turn(settings, ask)
+    _last_turns.extend(holders)
+
+
+def _take_last_turn(settings: Settings, ask: Ask) -> None:
+    from libtimeslice.client import TimeSlice  # it imports this module
+
+    limit_s = settings.last_turn_s
+    client = TimeSlice(settings)
+    _last_turns.append(client)
+    logger.info("leaving: waiting up to %g s for a last turn on the devices", limit_s)
+    # Alone, not as a round: the other ranks may be gone, or have much to do.
+    alone = dataclasses.replace(ask, ranks=None, timeout_s=limit_s)
+    try:
+        client._acquire(alone)
+    except (TimeSliceError, KeyboardInterrupt) as error:
+        logger.warning("no last turn, so that leaving may block in the driver: %s", error)
+
+
+def _start_afresh_in_child() -> None:
+    _last_asks.clear()
+    _last_turns.clear()
+    for client in list(_clients):
+        client._start_afresh_in_child()
+
+
+os.register_at_fork(after_in_child=_start_afresh_in_child)

@@ -1,0 +1,267 @@
+"""The blocking client's line to the daemon: one session over as many connections as it takes.
+
+Whoever needs a connection and finds none opens it, one thread at a time: a caller, or the keeper if
+nobody calls. On a new connection the session is resumed, what is unsettled is sent again, and then
+each waiting thread repeats its own request under its old id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from libtimeslice.base import MAX_LOSSES, client_hello, logger, no_answer, tell_lost
+from libtimeslice.callbacks import Callbacks
+from libtimeslice.connection import Connection, ConnectionLost
+from libtimeslice.environment import Settings
+from libtimeslice.errors import ClientClosed, TimeSliceError, Unavailable
+from libtimeslice.keeper import Keeper
+from libtimeslice.link import TICK_S, Backoff, Link, open_within, remaining
+from libtimeslice.protocol import ErrorCode, Message
+from libtimeslice.session import LeaseState, Session
+
+#: How long the keeper leaves it to a reading thread to find out that a connection ended, seconds.
+_NOTICE_LIMIT_S = 1.0
+
+_Lock = AbstractContextManager[bool]  # threading.RLock is a function before Python 3.13
+
+
+class Line:
+    """Requests and notices in one session. All methods may be called by several threads."""
+
+    def __init__(self, settings: Settings, callbacks: Callbacks) -> None:
+        self.session = Session()
+        #: Guards the session. Reentrant, because a signal handler may close the client.
+        self.lock = threading.RLock()
+        self.closed = False
+        self.settings = settings
+        self._callbacks = callbacks
+        self._connection: Connection | None = None
+        #: Held by the thread that connects.
+        self._connecting = threading.RLock()
+        self._keeper = Keeper(self)
+
+    # -- talking
+
+    def call(self, message: Message) -> Message:
+        """Sends a request under a new id and returns the answer, good or bad.
+
+        Raises DaemonUnreachable if it takes longer than the reply limit.
+        """
+        message["id"] = next(self.session.ids)
+        limit_s = self.settings.reply_limit_s
+        try:
+            return self.exchange(message, time.monotonic() + limit_s)
+        except TimeoutError:
+            raise no_answer(message["t"], limit_s) from None
+
+    def exchange(
+        self,
+        message: Message,
+        deadline: float | None,
+        *,
+        stop: Callable[[], bool] | None = None,
+    ) -> Message:
+        """Sends a request that has its id until it is answered, on several connections if need be.
+
+        Returns {} if `stop` came true first. Raises TimeoutError at the monotonic instant
+        `deadline`, DaemonUnreachable, or ClientClosed.
+        """
+        losses, backoff = 0, Backoff()
+        while True:
+            connection = self.connected(deadline)
+            try:
+                return connection.exchange(message, deadline, stop=stop)
+            except ConnectionLost:
+                lasted_s = time.monotonic() - connection.opened_at
+                losses = 1 if lasted_s > TICK_S else losses + 1
+                if losses > MAX_LOSSES:
+                    raise
+            if losses > 1:  # it accepts us and hangs up again
+                time.sleep(backoff.next_s())
+
+    def exchange_now(self, message: Message) -> Message | None:
+        """Sends a request that is noted as unsettled; None if that must wait for a reconnect."""
+        connection = self._connection
+        if connection is None or connection.lost:
+            return None
+        try:
+            limit = time.monotonic() + self.settings.reply_limit_s
+            answer = connection.exchange(message, limit)
+        except (ConnectionLost, TimeoutError) as error:
+            logger.warning("%s will be repeated on reconnect: %s", message, error)
+            return None
+        except BaseException:
+            connection.send_or_drop(message)
+            raise
+        with self.lock:
+            self.session.settle(answer)
+        return answer
+
+    def withdraw(self, acquire: Message, *, again: bool, limit_s: float) -> None:
+        """Cancels an acquire, and hands a grant back that may be on its way.
+
+        With `again` its answer may have come and gone: then the same question under the same id has
+        the same answer. What does not work out within the limit is done on the next connection.
+        """
+        acquire_id = acquire["id"]
+        with self.lock:
+            cancel = self.session.abandon(acquire)
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(TimeSliceError, TimeoutError):
+            connection = self.connected(deadline)
+            if again:
+                connection.send(acquire)
+            connection.send(cancel)
+            connection.wait(lambda: acquire_id not in self.session.unsettled, deadline)
+
+    def acknowledge(self, lease: str) -> None:
+        """Tells the daemon that a grant arrived. After a loss, the next hello does it as well."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(ConnectionLost):
+                connection.send({"t": "ack", "lease": lease})
+
+    def tell(self, message: Message) -> None:
+        """Sends a notice that may get lost, and takes in what came meanwhile."""
+        connection = self._connection or self.connected(None)
+        connection.send_or_drop(message)
+        connection.drain()
+
+    def drain(self) -> None:
+        """Takes in what has come, without waiting."""
+        connection = self._connection
+        if connection is not None:
+            connection.drain()
+
+    def wake(self) -> None:
+        """Makes threads that wait with a `stop` look at it."""
+        connection = self._connection
+        if connection is not None:
+            connection.send_or_drop({"t": "ping", "id": next(self.session.ids)})
+
+    # -- connecting
+
+    def connected(self, deadline: float | None) -> Connection:
+        """Returns a good connection. Raises TimeoutError, DaemonUnreachable or ClientClosed."""
+        connection = self._connection
+        if connection is not None and not connection.lost:
+            return connection
+        if not self._connecting.acquire(timeout=remaining(deadline, most_s=threading.TIMEOUT_MAX)):
+            raise TimeoutError("another thread is still connecting")
+        try:
+            connection = self._connection
+            if connection is None or connection.lost:
+                connection = self._connect(deadline)
+            return connection
+        finally:
+            self._connecting.release()
+
+    def keep_connected(self) -> socket.socket | None:
+        """For the keeper: returns the socket to watch; None once the client is closed."""
+        connection = self._connection
+        if connection is not None and not self.closed:
+            # The other side hung up. Whoever reads first takes in what it said before.
+            connection.drain()
+            if not connection.wait_until_lost(_NOTICE_LIMIT_S):
+                connection.fail("the daemon hung up")
+        try:
+            return self.connected(None).sock
+        except ClientClosed:
+            return None
+
+    def close(self) -> None:
+        """Says bye and closes. Takes a moment at most."""
+        self.closed = True
+        connection = self._connection
+        if connection is not None:
+            connection.send_or_drop({"t": "bye"})
+            connection.close()
+        self._keeper.stop()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: drops the connection and the leases, which are the parent's."""
+        for grant in self.session.grants.values():
+            grant.state, grant.reason = LeaseState.LOST, "it belongs to the parent process"
+        if self._connection is not None:
+            self._connection.close_after_fork()
+
+    def _connect(self, deadline: float | None) -> Connection:
+        """Opens a connection while holding `_connecting`."""
+        session, now = self.session, time.monotonic()
+        with self.lock:
+            session.disconnected(now)
+        limit = session.give_up_at or now + self.settings.connect_timeout_s
+        until = limit if deadline is None else min(limit, deadline)
+        while True:
+            if self.closed:
+                raise ClientClosed("the client is closed")
+            try:
+                return self._adopt(open_within(self.settings.path(), self._hello, until=until))
+            except ConnectionLost:
+                pass  # it went away right after its welcome; `until` still stands
+            except Unavailable as error:
+                if session.session is not None and until < limit:
+                    raise TimeoutError(str(error)) from error
+                self._end_session(f"no daemon for {session.grace_s:g} s")
+                raise
+            except TimeSliceError as error:
+                if error.code != ErrorCode.SESSION_UNKNOWN or session.session is None:
+                    raise
+                self._end_session("the daemon does not know the session any more")
+
+    def _hello(self) -> Message:
+        if self.closed:
+            raise ClientClosed("the client is closed")
+        return client_hello(self.settings, self.session)
+
+    def _adopt(self, link: Link) -> Connection:
+        """Goes on with a fresh link."""
+        connection = Connection(
+            link.sock,
+            reader=link.reader,
+            ids=self.session.ids,
+            on_message=_Receiver(self.session, self.lock, self._callbacks),
+        )
+        with self.lock:
+            lost = self.session.welcomed(link.welcome)
+            unsettled = self.session.resend()
+        old, self._connection = self._connection, connection
+        if old is not None:
+            old.close()
+        tell_lost(self._callbacks, lost)
+        try:
+            for message in unsettled:
+                connection.send(message)
+            connection.take_over(link)
+        except BaseException:
+            connection.fail("it was interrupted before its first use")
+            raise
+        finally:
+            self._keeper.start()
+        return connection
+
+    def _end_session(self, reason: str) -> None:
+        with self.lock:
+            lost = self.session.end(reason)
+        tell_lost(self._callbacks, lost)
+
+
+class _Receiver:
+    """Takes in what comes unasked. Knows no line, so that an unused client can be collected."""
+
+    def __init__(self, session: Session, lock: _Lock, callbacks: Callbacks) -> None:
+        self._session = session
+        self._lock = lock
+        self._callbacks = callbacks
+
+    def __call__(self, connection: Connection, message: Message) -> None:
+        with self._lock:
+            received = self._session.receive(message)
+        tell_lost(self._callbacks, received.lost)
+        for answer in received.send:
+            connection.send(answer)

@@ -1,0 +1,285 @@
+"""The architecture, as a test: who may import whom, and how long a piece of code may get.
+
+Every check here also has a counterpart that feeds it a breach, so that none of them can pass
+because it looks at nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+OURS = {"cuda_ckpt", "libtimeslice", "tsliced", "demo", "bench", "tests"}
+
+#: What ring 0 may use of the standard library: data types and nothing that can do input or output.
+CORE_MAY_IMPORT = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "typing",
+}
+#: Randomness comes in as an argument, so its type may be named.
+CORE_MAY_NAME = {"random"}
+
+RING_1 = ("config", "ctl", "driver", "host", "net", "observe")
+RING_2 = ("tsliced.daemon", "tsliced.__main__")
+
+LIMIT_OF_MODULE = 700
+LIMIT_OF_FUNCTION = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, dotted, and how it is imported."""
+
+    module: str
+    line: int
+    for_typing: bool = False
+    at_load: bool = True
+
+    def is_of(self, package: str) -> bool:
+        return self.module == package or self.module.startswith(f"{package}.")
+
+
+def python_files(*parts: str) -> list[Path]:
+    """Returns the Python files at ``parts``, each a directory or a module without its ending."""
+    found: list[Path] = []
+    for part in parts:
+        path = ROOT / part
+        found += sorted(path.rglob("*.py")) if path.is_dir() else []
+        found += [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else []
+    return found
+
+
+def imports_of(source: str) -> list[Import]:
+    """Returns every import of a module's source, also those inside functions."""
+    return list(_imports_in(ast.parse(source), for_typing=False, at_load=True))
+
+
+def _imports_in(node: ast.AST, *, for_typing: bool, at_load: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        typing_here = for_typing or _is_type_checking(child)
+        load_here = at_load and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, typing_here, load_here)
+        elif isinstance(child, ast.ImportFrom):
+            # `from package import name` may name a module, so the name belongs to the path.
+            module = "." * child.level + (child.module or "")
+            for alias in child.names:
+                yield Import(f"{module}.{alias.name}", child.lineno, typing_here, load_here)
+        else:
+            yield from _imports_in(child, for_typing=typing_here, at_load=load_here)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    }
+
+
+def breaches_of_core(source: str) -> list[str]:
+    """Returns the imports of a core module that reach outside ring 0."""
+    found = []
+    for imported in imports_of(source):
+        top = imported.module.partition(".")[0]
+        inside = imported.is_of("tsliced.core") or top in CORE_MAY_IMPORT
+        if not inside and not (imported.for_typing and top in CORE_MAY_NAME):
+            found.append(imported.module)
+    return found
+
+
+def breaches_of_independence(source: str, package: str) -> list[str]:
+    """Returns the imports of ours, other than the package itself."""
+    return [
+        imported.module
+        for imported in imports_of(source)
+        if (top := imported.module.partition(".")[0]) in OURS and top != package
+    ]
+
+
+def breaches_of_rings(source: str) -> list[str]:
+    """Returns the imports that point outwards, from ring 1 to ring 2."""
+    return [
+        imported.module
+        for imported in imports_of(source)
+        if any(imported.is_of(module) for module in RING_2)
+    ]
+
+
+def loads_libcuda(source: str) -> list[int]:
+    """Returns the lines on which a string names the driver library, docstrings apart."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+        and re.search(r"libcuda\.so(\.\d+)?$", node.value)
+    ]
+
+
+def long_functions(source: str) -> list[str]:
+    """Returns the functions of a module that are longer than the limit, with their lengths."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > LIMIT_OF_FUNCTION:
+                found.append(f"{node.name}: {length} lines")
+    return found
+
+
+def long_c_functions(source: str) -> list[str]:
+    """Returns the C functions longer than the limit, by the braces in the first column."""
+    found = []
+    started = 0
+    for number, line in enumerate(source.splitlines(), start=1):
+        if line.startswith("{") or re.match(r"\w.*\) ?\{$", line):
+            started = number
+        elif line.startswith("}") and started:
+            if number - started + 1 > LIMIT_OF_FUNCTION:
+                found.append(f"line {started}: {number - started + 1} lines")
+            started = 0
+    return found
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", python_files("tsliced/core"), ids=name_of)
+def test_the_core_imports_only_itself_and_data_types(path: Path) -> None:
+    assert not breaches_of_core(path.read_text())
+
+
+@pytest.mark.parametrize("package", ["cuda_ckpt", "libtimeslice"])
+def test_a_library_imports_nothing_else_of_ours(package: str) -> None:
+    for path in python_files(package):
+        assert not breaches_of_independence(path.read_text(), package), path
+
+
+def test_ring_1_never_imports_ring_2() -> None:
+    for path in python_files(*(f"tsliced/{part}" for part in RING_1)):
+        assert not breaches_of_rings(path.read_text()), path
+
+
+def test_the_command_line_tool_needs_only_the_client_library() -> None:
+    for path in python_files("tsliced/ctl"):
+        for imported in imports_of(path.read_text()):
+            if imported.module.partition(".")[0] in OURS:
+                assert imported.is_of("tsliced.ctl") or imported.is_of("libtimeslice"), (
+                    f"{path}:{imported.line} imports {imported.module}"
+                )
+
+
+def test_the_daemon_never_imports_torch() -> None:
+    for path in python_files("tsliced", "cuda_ckpt"):
+        assert not [i for i in imports_of(path.read_text()) if i.is_of("torch")], path
+
+
+def test_the_client_library_imports_torch_only_when_it_is_needed() -> None:
+    for path in python_files("libtimeslice"):
+        for imported in imports_of(path.read_text()):
+            if imported.is_of("torch"):
+                assert imported.for_typing or not imported.at_load, f"{path}:{imported.line}"
+
+
+def test_only_cuda_ckpt_names_the_driver_library() -> None:
+    for path in python_files("tsliced", "libtimeslice"):
+        assert not loads_libcuda(path.read_text()), path
+
+
+def test_a_loaded_daemon_has_neither_torch_nor_libcuda() -> None:
+    program = (
+        "import sys, tsliced.daemon\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+        "assert 'libcuda' not in open('/proc/self/maps').read(), 'libcuda'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_is_longer_than_the_limit() -> None:
+    lengths = {
+        name_of(path): len(path.read_text().splitlines())
+        for path in [*python_files(*OURS), *(ROOT / "cuda_ckpt").rglob("*.[ch]")]
+    }
+    assert lengths
+    assert {name: n for name, n in lengths.items() if n > LIMIT_OF_MODULE} == {}
+
+
+def test_no_function_is_longer_than_the_limit() -> None:
+    found = {name_of(p): long_functions(p.read_text()) for p in python_files(*OURS)}
+    found |= {
+        name_of(p): long_c_functions(p.read_text()) for p in (ROOT / "cuda_ckpt").rglob("*.c")
+    }
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_the_names_of_the_layout_exist() -> None:
+    """A misspelt or moved directory would make the checks above pass over nothing."""
+    for part in ["tsliced/core", "cuda_ckpt", "libtimeslice", *(f"tsliced/{r}" for r in RING_1)]:
+        assert python_files(part), part
+    for module in RING_2:
+        assert python_files(module.replace(".", "/")), module
+
+
+@pytest.mark.parametrize(
+    ("source", "breaches"),
+    [
+        ("import time", ["time"]),
+        ("from tsliced.host import devices", ["tsliced.host.devices"]),
+        ("from tsliced import driver", ["tsliced.driver"]),
+        ("from tsliced.core import model", []),
+        ("import random", ["random"]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import random", []),
+        ("def late():\n    import asyncio", ["asyncio"]),
+        ("from . import model", ["..model"]),
+    ],
+)
+def test_a_breach_of_the_core_is_seen(source: str, breaches: list[str]) -> None:
+    assert breaches_of_core(source) == breaches
+
+
+def test_other_breaches_are_seen() -> None:
+    assert breaches_of_independence("from tsliced.core import model", "libtimeslice")
+    assert not breaches_of_independence("from libtimeslice import errors", "libtimeslice")
+    assert breaches_of_rings("from tsliced import daemon")
+    assert breaches_of_rings("def late():\n    import tsliced.daemon.wiring")
+    assert loads_libcuda('import ctypes\nctypes.CDLL("/usr/lib/libcuda.so.1")') == [2]
+    assert not loads_libcuda('"""Never loads libcuda.so.1"""')
+    body = "\n".join(["    pass"] * LIMIT_OF_FUNCTION)
+    assert long_functions(f"def long():\n{body}")
+    c_body = "\n".join(["    ;"] * LIMIT_OF_FUNCTION)
+    assert long_c_functions(f"int main(void)\n{{\n{c_body}\n}}\n")
+    assert long_c_functions(f"int main(void) {{\n{c_body}\n}}\n")

@@ -1,0 +1,126 @@
+"""Records to write into a journal, one plain example of each type."""
+
+from __future__ import annotations
+
+from tsliced.core.actions import (
+    FaultRecord,
+    LeaseEndedRecord,
+    LeaseRecord,
+    RankEndedRecord,
+    RankRecord,
+    Record,
+    SessionEndedRecord,
+    SessionRecord,
+    TenancyEndedRecord,
+    TenancyRecord,
+)
+from tsliced.core.model import (
+    Arrival,
+    Cause,
+    Counter,
+    DeviceId,
+    Goal,
+    GroupName,
+    HostName,
+    JobKey,
+    LeaseId,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    RequestId,
+    RoundId,
+    SessionId,
+    Stamp,
+    TenancyKey,
+    Verb,
+)
+
+TRAINER = GroupName("trainer")
+JOB = JobKey("slurm", 1000, "4711")
+TENANCY = TenancyKey(JOB, (TRAINER,))
+RANK = RankId(HostName("n1"), ProcessId(77, 123_456))
+
+
+def session(name: str) -> SessionRecord:
+    return SessionRecord(
+        session=SessionId(name),
+        job=JOB,
+        process=ProcessId(42, 99_000),
+        secret=b"\x00\xff",
+        groups=(TRAINER,),
+        hooks=True,
+        agent=False,
+    )
+
+
+def session_ended(name: str) -> SessionEndedRecord:
+    return SessionEndedRecord(session=SessionId(name))
+
+
+def lease(number: int, *, session: str = "s-1", text: str = "rollout") -> LeaseRecord:
+    return LeaseRecord(
+        lease=LeaseId(f"l-{number}"),
+        session=SessionId(session),
+        request=RequestId(number),
+        round=RoundId(number),
+        place=number,
+        groups=(TRAINER,),
+        phase=text,
+        ranks=1,
+        arrival=Arrival.ALL,
+        tokens=((TRAINER, Counter(7, number)),),
+    )
+
+
+def lease_ended(number: int, *, session: str = "s-1", slots: int = 128) -> LeaseEndedRecord:
+    return LeaseEndedRecord(
+        lease=LeaseId(f"l-{number}"),
+        session=SessionId(session),
+        request=RequestId(number),
+        slot=number % slots,
+        code="released",
+        text="",
+        waiters=2,
+        deferred=False,
+    )
+
+
+def tenancy(*, step: int = 1) -> TenancyRecord:
+    return TenancyRecord(
+        tenancy=TENANCY,
+        stamp=Stamp(Counter(7, 9), step),
+        goal=Goal.OFF,
+        pinned=Reason(cause=Cause.UNSUPPORTED, text="CUDA IPC is in use", rank=RANK),
+    )
+
+
+def rank(*, verb: Verb | None = Verb.FREEZE) -> RankRecord:
+    return RankRecord(
+        rank=RANK,
+        tenancy=TENANCY,
+        devices=frozenset({DeviceId("GPU-1"), DeviceId("GPU-0")}),
+        device_bytes=80 << 30,
+        state=RankState.RUNNING,
+        verb=verb,
+    )
+
+
+def fault(*, cleared: bool = False) -> FaultRecord:
+    reason = None if cleared else Reason(cause=Cause.RANK_LOST, text="rank 3 is gone")
+    return FaultRecord(job=JOB, reason=reason)
+
+
+TENANCY_ENDED = TenancyEndedRecord(tenancy=TENANCY)
+RANK_ENDED = RankEndedRecord(rank=RANK)
+
+#: One of each type that stands for something, in the order in which a journal gives them back.
+STANDING: tuple[Record, ...] = (
+    session("s-1"),
+    fault(),
+    tenancy(),
+    rank(),
+    lease(1),
+    lease(2),
+    lease_ended(0),
+)

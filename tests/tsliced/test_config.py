@@ -1,0 +1,439 @@
+"""Configuration: files to checked values, device shorthand to UUIDs."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tsliced.config import (
+    Config,
+    ConfigError,
+    GroupSettings,
+    Inventory,
+    Problem,
+    describe,
+    hosts_of,
+    load,
+    resolve_groups,
+)
+from tsliced.config.reader import find_lines
+from tsliced.core.model import CoreLimits, DeviceId, GroupConfig, GroupName, HostName
+from tsliced.host.devices import Device
+
+SAMPLE = Path(__file__).parents[2] / "systemd/tsliced.toml"
+N1, N2 = HostName("n1"), HostName("n2")
+
+
+@pytest.fixture
+def main(tmp_path: Path) -> Path:
+    return tmp_path / "tsliced.toml"
+
+
+def load_text(main: Path, text: str) -> Config:
+    main.write_text(text)
+    return load(main)
+
+
+def problems_of(main: Path, text: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_text(main, text)
+    return caught.value.problems
+
+
+def add_dropin(main: Path, name: str, text: str) -> Path:
+    directory = main.with_name(main.name + ".d")
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(text)
+    return directory / name
+
+
+def uuid(host: str, index: int) -> DeviceId:
+    return DeviceId(f"GPU-0000000{host[-1]}-0000-0000-0000-00000000000{index}")
+
+
+def devices(host: str, count: int) -> list[Device]:
+    return [
+        Device(uuid=uuid(host, index), index=index, name="X", total_bytes=1, driver_version="1")
+        for index in range(count)
+    ]
+
+
+INVENTORY: Inventory = {N1: devices("n1", 4), N2: devices("n2", 4)}
+
+
+class TestLoading:
+    """Files, drop-ins and overrides."""
+
+    def test_without_a_file_there_are_defaults(self, main: Path) -> None:
+        config = load(main, optional=True)
+        assert config.daemon.socket == "/run/tsliced/tsliced.sock"
+        assert config.daemon.host == socket.gethostname()
+        assert config.limits.core == CoreLimits()
+        assert config.groups == ()
+        assert config.files == ()
+
+    def test_a_file_that_was_asked_for_must_exist(self, main: Path) -> None:
+        with pytest.raises(ConfigError, match=r"tsliced\.toml: cannot be read: No such file"):
+            load(main)
+
+    def test_later_dropins_win_tables_are_merged_and_arrays_replaced(self, main: Path) -> None:
+        add_dropin(main, "20-b.toml", '[groups.g]\ndevices = ["n2:1"]\n[daemon]\nloop="asyncio"\n')
+        add_dropin(main, "10-a.toml", '[daemon]\nloop = "uvloop"\nlog_level = "debug"\n')
+        add_dropin(main, "30-ignored.conf", "this is not read")
+        config = load_text(
+            main, '[daemon]\nlog_level = "error"\n[groups.g]\ndevices = ["n1:0"]\norder = 3\n'
+        )
+        assert (config.daemon.loop, config.daemon.log_level) == ("asyncio", "debug")
+        assert config.groups == (GroupSettings(name="g", devices=("n2:1",), order=3),)
+        assert [Path(file).name for file in config.files] == [
+            "tsliced.toml",
+            "10-a.toml",
+            "20-b.toml",
+        ]
+
+    def test_dropins_are_read_in_the_order_of_their_names(self, main: Path) -> None:
+        main.write_text("")
+        for number in (50, 10, 70, 40, 80, 20, 60, 30):
+            add_dropin(main, f"{number}.toml", f"[limits]\nmax_waiters = {number}\n")
+        config = load(main)
+        assert [Path(file).stem for file in config.files[1:]] == [
+            str(number) for number in range(10, 90, 10)
+        ]
+        assert config.limits.core.max_waiters == 80
+
+    def test_each_value_knows_where_it_was_set(self, main: Path) -> None:
+        dropin = add_dropin(main, "a.toml", "# comment\n\n[limits]\nmax_waiters = 7\n")
+        main.write_text('[limits]\nmax_waiters = 3\nack_s = 2\n[daemon]\nhost = "n1"\n')
+        config = load(main, overrides={"daemon.socket": "/tmp/s"})
+        assert str(config.origin("limits", "max_waiters")) == f"{dropin}:4"
+        assert str(config.origin("limits", "ack_s")) == f"{main}:3"
+        assert str(config.origin("daemon", "socket")) == "command line"
+        assert str(config.origin("daemon", "loop")) == "default"
+
+    def test_overrides_win_and_are_checked_like_files(self, main: Path) -> None:
+        main.write_text('[daemon]\nsocket = "/a"\n')
+        assert load(main, overrides={"daemon.socket": "/b"}).daemon.socket == "/b"
+        with pytest.raises(ConfigError, match=r"command line: daemon\.socket: 'b' is not allowed"):
+            load(main, overrides={"daemon.socket": "b"})
+
+    def test_limits_of_the_core_and_of_the_server_share_a_section(self, main: Path) -> None:
+        config = load_text(main, "[limits]\nmax_waiters = 5\nmax_passed_over = 0\nbacklog = 9\n")
+        assert config.limits.core.max_waiters == 5
+        assert config.limits.core.max_passed_over == 0
+        assert config.limits.server.backlog == 9
+
+    def test_sizes_may_be_written_with_their_unit(self, main: Path) -> None:
+        config = load_text(
+            main,
+            '[memory]\nsnapshot_margin_bytes = "1.5 GiB"\nhost_margin_bytes = 3\n'
+            '[history]\nmax_bytes = "2MiB"\n',
+        )
+        assert config.memory.snapshot_margin_bytes == 3 << 29
+        assert config.memory.host_margin_bytes == 3
+        assert config.history.max_bytes == 2 << 20
+
+    def test_whole_numbers_are_taken_where_a_number_is_wanted(self, main: Path) -> None:
+        value = load_text(main, "[limits]\nack_s = 3\n").limits.core.ack_s
+        assert (value, type(value)) == (3.0, float)
+
+    def test_two_configurations_are_equal_if_their_values_are(self, main: Path) -> None:
+        first = load_text(main, '[daemon]\nhost = "a"\n')
+        assert first == load_text(main, '\n\n[daemon]\nhost = "a"\n[nobody]\nx = 1\n')
+        assert first != load_text(main, '[daemon]\nhost = "b"\n')
+
+
+class TestProblems:
+    """What a mistake looks like."""
+
+    def test_all_mistakes_of_all_files_are_listed_with_file_line_and_key(self, main: Path) -> None:
+        dropin = add_dropin(main, "a.toml", '[groups.g]\ndevices = [\n  "n1:3-0",\n]\n')
+        broken = add_dropin(main, "b.toml", "[daemon]\nx = \n")
+        main.write_text(
+            '[daemon]\nlog_level = "loud"\nmax_clients = -1\n\n'
+            "[limits]\nack_s = inf\nmax_waiters = 1.5\n"
+        )
+        with pytest.raises(ConfigError) as caught:
+            load(main)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "6 problems in the configuration:"
+        assert sorted(lines[1:]) == sorted(
+            [
+                f"  {broken}:2: this is not TOML: Invalid value (at line 2, column 5)",
+                f"  {main}:2: daemon.log_level: 'loud' is not allowed: "
+                "use one of debug, info, warning, error",
+                f"  {main}:3: daemon.max_clients: -1 is not allowed: it must be more than 0",
+                f"  {main}:6: limits.ack_s: inf is not allowed: it must be finite",
+                f"  {main}:7: limits.max_waiters: 1.5 is not allowed: it must be a whole number",
+                f"  {dropin}:2: groups.g.devices: 'n1:3-0' counts backwards: write 0-3",
+            ]
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "key", "says"),
+        [
+            ("[daemon]\nstrict = 1", "daemon.strict", "must be true or false"),
+            ("[daemon]\nsocket = 'run/x'", "daemon.socket", "an absolute path of at most 107"),
+            (f"[daemon]\nsocket = '/{'x' * 107}'", "daemon.socket", "at most 107 bytes"),
+            ("[daemon]\nhost = 3", "daemon.host", "must be a text in quotes"),
+            ("[daemon]\nhost = 'a b'", "daemon.host", "a host name"),
+            ("[daemon]\nmax_clients = true", "daemon.max_clients", "a whole number"),
+            ("[daemon]\nmax_clients_per_uid = 5000", "daemon.max_clients_per_uid", "more than"),
+            ("daemon = 3", "daemon", "must be a table: [daemon]"),
+            ("[daemon]\n[[groups]]", "groups", "must be a table: [groups]"),
+            ("[groups]\ng = 1", "groups.g", "must be a table: [groups.g]"),
+            ("[groups]\ng = {users = ['a']}", "groups.g.devices", "a group needs devices"),
+            ("[groups.g]\ndevices = []", "groups.g.devices", "a group needs devices"),
+            ("[groups.g]\ndevices = 'n1:0'", "groups.g.devices", "must be an array"),
+            ("[groups.g]\ndevices = [1.5]", "groups.g.devices", "a text or a whole number"),
+            ("[groups.g]\ndevices = ['n1:']", "groups.g.devices", "names no devices"),
+            ("[groups.g]\ndevices = ['n1:0-x']", "groups.g.devices", "names no devices"),
+            ("[groups.g]\ndevices = ['0-99999']", "groups.g.devices", "names no devices"),
+            ("[groups.g]\ndevices = ['GPU-12']", "groups.g.devices", "not a whole UUID"),
+            ("[groups.g]\ndevices = ['MIG-12']", "groups.g.devices", "partitioned"),
+            ("[groups]\n'a b' = {devices = ['0']}", "groups.a b", "a group's name has"),
+            ("[groups.g]\ndevices = ['0']\norder = -1", "groups.g.order", "at least 0"),
+            ("[limits]\nretry_min_s = 20", "limits.retry_min_s", "more than retry_max_s"),
+            ("[limits]\nack_s = 0", "limits.ack_s", "more than 0"),
+            ("[limits]\nmax_frame_bytes = '2 MiB'", "limits.max_frame_bytes", "at most 1.04858e"),
+            ("[memory]\nhost_margin_bytes = '1 GB'", "memory.host_margin_bytes", '"512 MiB"'),
+            ("[scan]\ninterval_s = 3", "scan.interval_s", "at most 2"),
+        ],
+    )
+    def test_a_mistake_says_what_is_allowed(
+        self, main: Path, text: str, key: str, says: str
+    ) -> None:
+        (problem,) = problems_of(main, text)
+        assert problem.key == key
+        assert says in problem.text
+        assert problem.origin.line == text.count("\n") + 1
+
+    def test_what_is_no_file_is_named(self, main: Path) -> None:
+        main.mkdir()
+        with pytest.raises(ConfigError, match=r"tsliced\.toml: cannot be read: Is a directory"):
+            load(main)
+
+    def test_a_file_that_is_not_text_is_named(self, main: Path) -> None:
+        main.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match=r"tsliced\.toml: this is not UTF-8"):
+            load(main)
+
+    def test_unknown_keys_are_warnings_with_a_guess(self, main: Path) -> None:
+        text = (
+            "[limits]\nmax_waitres = 3\n\n[dameon]\nx = 1\n[groups.g]\ndevices=['0']\nuser=['a']\n"
+        )
+        config = load_text(main, text)
+        assert config.warnings == (
+            f"{main}:4: dameon: nobody knows this key; did you mean daemon?",
+            f"{main}:8: groups.g.user: nobody knows this key; did you mean users?",
+            f"{main}:2: limits.max_waitres: nobody knows this key; did you mean max_waiters?",
+        )
+
+    def test_unknown_keys_are_mistakes_if_strict(self, main: Path) -> None:
+        (problem,) = problems_of(main, "[daemon]\nstrict = true\nzzz = 1\n")
+        assert problem.key == "daemon.zzz"
+        assert "known are socket, state_dir" in problem.text
+
+    def test_a_device_that_two_groups_name_is_found_without_any_device(self, main: Path) -> None:
+        problems = problems_of(
+            main,
+            '[daemon]\nhost = "n1"\n[groups.a]\ndevices = ["n1:0-2", "n2:0"]\n'
+            '[groups.b]\ndevices = ["2-3", "n2:1", "n2:1"]\n',
+        )
+        assert [problem.text for problem in problems] == [
+            "device n1:2 is in group a too: groups are disjoint",
+            "device n2:1 is in this group already: groups are disjoint",
+        ]
+
+    def test_lines_are_not_taken_from_inside_of_longer_values(self) -> None:
+        text = (
+            'a = """\nb = 1\n[c]\n"""\n[d]\ne = [ # [\n  "x = [",\n]\n'
+            "'f g'.h = 1\n[ i . \"j\" ] # x\nk = '#'\n[[l]]\nm = {n = 1}\n"
+        )
+        assert find_lines(text) == {
+            ("a",): 1,
+            ("d",): 5,
+            ("d", "e"): 6,
+            ("d", "f g", "h"): 9,
+            ("i", "j"): 10,
+            ("i", "j", "k"): 11,
+            ("l",): 12,
+            ("l", "m"): 13,
+        }
+
+
+class TestBarrier:
+    """A configured barrier allows one whole try (design: T1)."""
+
+    def test_a_barrier_that_is_too_short_is_refused_with_its_sum(self, main: Path) -> None:
+        (problem,) = problems_of(
+            main, '[groups.g]\ndevices = ["n1:0-3", "n2:0"]\n[limits]\nbarrier_timeout_s = 84\n'
+        )
+        assert problem.key == "limits.barrier_timeout_s"
+        assert problem.origin.line == 4
+        assert problem.text == (
+            "84 s are too short for group g: one try may take quiesce_timeout_s 30 + 4 ranks on n1 "
+            "x freeze_timeout_s 10 + barrier_margin_s 15 = 85 s; allow that, or leave the key out"
+        )
+
+    def test_a_barrier_that_just_fits_is_taken(self, main: Path) -> None:
+        config = load_text(
+            main, '[groups.g]\ndevices = ["n1:0-3"]\n[limits]\nbarrier_timeout_s = 85\n'
+        )
+        assert config.limits.barrier_timeout_s == 85
+        assert len(resolve_groups(config, INVENTORY)) == 1
+
+    def test_what_only_the_devices_tell_is_checked_when_they_are_known(self, main: Path) -> None:
+        config = load_text(main, "[limits]\nbarrier_timeout_s = 84\n")
+        with pytest.raises(ConfigError, match=r"too short for group n1: .* 4 ranks on n1"):
+            resolve_groups(config, INVENTORY)
+
+
+class TestGroups:
+    """Device shorthand against what the hosts have."""
+
+    def resolve(self, main: Path, text: str, *, partial: bool = False) -> tuple[GroupConfig, ...]:
+        config = load_text(main, '[daemon]\nhost = "n1"\n' + text)
+        return resolve_groups(config, INVENTORY, partial=partial)
+
+    def problems(self, main: Path, text: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            self.resolve(main, text)
+        return [problem.text for problem in caught.value.problems]
+
+    def test_without_groups_each_host_is_one(self, main: Path) -> None:
+        first, second = self.resolve(main, "")
+        assert first == GroupConfig(
+            name=GroupName("n1"), devices=tuple(uuid("n1", n) for n in range(4)), order=0
+        )
+        assert (second.name, second.order) == ("n2", 1)
+
+    def test_a_host_without_devices_is_no_group(self, main: Path) -> None:
+        main.write_text("")
+        assert resolve_groups(load(main), {N1: []}) == ()
+
+    @pytest.mark.parametrize(
+        ("entries", "expected"),
+        [
+            ('["n1:0-1", "n2:3"]', [("n1", 0), ("n1", 1), ("n2", 3)]),
+            ('["n2:0,2-3"]', [("n2", 0), ("n2", 2), ("n2", 3)]),
+            ('["1-2"]', [("n1", 1), ("n1", 2)]),
+            ("[3, 0]", [("n1", 3), ("n1", 0)]),
+            ('["n2:*"]', [("n2", 0), ("n2", 1), ("n2", 2), ("n2", 3)]),
+            (f'["{uuid("n2", 1)}"]', [("n2", 1)]),
+            (f'["n2:{uuid("n2", 1).replace("GPU-", "gpu-").upper()}"]', [("n2", 1)]),
+        ],
+    )
+    def test_entries_are_resolved(
+        self, main: Path, entries: str, expected: list[tuple[str, int]]
+    ) -> None:
+        (group,) = self.resolve(main, f"[groups.g]\ndevices = {entries}\n")
+        assert group.devices == tuple(uuid(*place) for place in expected)
+
+    def test_groups_come_by_order_and_then_by_name_wherever_they_are_written(
+        self, main: Path
+    ) -> None:
+        groups = self.resolve(
+            main,
+            "[groups.z]\ndevices = [0]\n[groups.b]\ndevices = [1]\norder = 7\n"
+            "[groups.a]\ndevices = [2]\n[groups.c]\ndevices = [3]\norder = 2\n",
+        )
+        assert [(group.name, group.order) for group in groups] == [
+            ("c", 0),
+            ("b", 1),
+            ("a", 2),
+            ("z", 3),
+        ]
+
+    def test_unknown_devices_and_hosts_are_named_with_those_known(self, main: Path) -> None:
+        other = uuid("n3", 0)
+        assert self.problems(
+            main,
+            f'[groups.g]\ndevices = ["n1:3-5", "n3:0", "{other}", "n1:{uuid("n2", 0)}"]\n',
+        ) == [
+            "'n1:3-5': n1 has no device 4, 5; it has devices 0, 1, 2, 3",
+            "'n3:0': host n3 is not known; known are: n1, n2",
+            f"'{other}': there is no such device on any of n1, n2",
+            f"'n1:{uuid('n2', 0)}': there is no such device on n1",
+        ]
+
+    def test_a_device_named_by_index_and_by_uuid_is_still_one(self, main: Path) -> None:
+        assert self.problems(
+            main,
+            f'[groups.a]\ndevices = ["n2:*"]\n[groups.b]\ndevices = ["{uuid("n2", 1)}"]\n',
+        ) == [f"device n2:1 ({uuid('n2', 1)}) is in group a too: groups are disjoint"]
+
+    def test_hosts_that_are_not_reached_yet_may_be_left_out(self, main: Path) -> None:
+        text = (
+            '[groups.a]\ndevices = ["n1:0", "n3:0-3"]\n[groups.b]\ndevices = ["n3:4"]\n'
+            f'[groups.c]\ndevices = ["{uuid("n3", 7)}"]\n'
+        )
+        (group,) = self.resolve(main, text, partial=True)
+        assert (group.name, group.devices) == ("a", (uuid("n1", 0),))
+        assert hosts_of(load(main)) == {"n1", "n3"}
+
+    def test_a_wrong_index_is_a_mistake_also_while_hosts_are_missing(self, main: Path) -> None:
+        with pytest.raises(ConfigError, match="n1 has no device 9"):
+            self.resolve(main, '[groups.a]\ndevices = ["n1:9", "n3:0"]\n', partial=True)
+
+    def test_without_groups_this_host_is_the_only_one_named(self, main: Path) -> None:
+        assert hosts_of(load_text(main, '[daemon]\nhost = "n1"\n')) == {"n1"}
+
+
+class TestDescribe:
+    """The effective configuration."""
+
+    def test_it_shows_each_value_with_its_origin(self, main: Path) -> None:
+        config = load_text(main, '[groups."a.b"]\ndevices = ["n1:0"]\n[limits]\nack_s = 2\n')
+        lines = describe(config).splitlines()
+        assert lines[0] == f"# read: {main}"
+        assert f"ack_s = 2.0  # {main}:4" in lines
+        assert f'devices = ["n1:0"]  # {main}:2' in lines
+        assert 'loop = "auto"  # default' in lines
+        assert "# nvml_library is not set" in lines
+
+    def test_it_can_be_read_back(self, main: Path, tmp_path: Path) -> None:
+        config = load_text(
+            main,
+            '[daemon]\nhost = "n1"\nnvml_library = "/a \\"b\\" ü"\n[groups."a.b"]\n'
+            'devices = ["n1:0"]\nusers = ["x"]\n[limits]\nretry_min_s = 0.05\n',
+        )
+        copy = tmp_path / "copy.toml"
+        copy.write_text(describe(config), encoding="utf-8")
+        assert load(copy) == config
+        assert load(copy).warnings == ()
+
+
+#: Keys without a default that the sample could show.
+EXAMPLES = {"host", "cluster", "nvml_library", "cuda_library", "barrier_timeout_s"}
+
+
+class TestSample:
+    """systemd/tsliced.toml."""
+
+    def test_as_it_is_it_changes_nothing(self, main: Path) -> None:
+        assert load(SAMPLE) == load(main, optional=True)
+        assert load(SAMPLE).warnings == ()
+
+    def test_with_every_line_put_in_force_it_shows_every_key_and_its_default(
+        self, main: Path
+    ) -> None:
+        text = re.sub(r"(?m)^#(?=\[|[a-z_]+ = )", "", SAMPLE.read_text())
+        shown = load_text(main, text)
+        assert shown.warnings == ()
+        values = _values(describe(shown))
+        defaults = _values(describe(load(main.with_name("none"), optional=True)))
+        assert {key: values[key] for key in defaults if key not in EXAMPLES} == {
+            key: value for key, value in defaults.items() if key not in EXAMPLES
+        }
+        set_here = {key.rpartition(".")[2] for key in shown.origins}
+        assert set(defaults) | EXAMPLES <= set_here
+        assert [group.name for group in shown.groups] == ["trainer", "sampler"]
+
+
+def _values(described: str) -> dict[str, str]:
+    """Return what is set in the text of `describe`; no two sections share a key that matters."""
+    pairs = (line.partition("  # ")[0].split(" = ", 1) for line in described.splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}

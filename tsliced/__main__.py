@@ -1,0 +1,103 @@
+"""``tsliced``: reads the configuration, then runs the daemon in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+#: From sysexits(3). systemd does not restart a service that ended with EX_CONFIG.
+EX_USAGE, EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT, EX_CONFIG = 64, 69, 70, 73, 78
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the daemon; return the exit status."""
+    if sys.version_info < (3, 11):
+        print("tsliced needs Python 3.11 or later", file=sys.stderr)
+        return EX_UNAVAILABLE
+    options = _parser().parse_args(arguments)
+    from tsliced.config import DEFAULT_PATH, ConfigError, describe, load
+
+    try:
+        config = load(options.config or DEFAULT_PATH, optional=options.config is None)
+    except ConfigError as exc:
+        print(exc, file=sys.stderr)
+        return EX_CONFIG
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.print_config:
+        print(describe(config), end="")
+        return 0
+    if options.check_config:
+        print(f"{options.config or DEFAULT_PATH}: good", file=sys.stderr)
+        return 0
+    return _serve(config)
+
+
+def _serve(config: object) -> int:
+    # Imported late: checking a configuration must work where the daemon's packages are missing.
+    from tsliced.config import Config, ConfigError
+    from tsliced.daemon import Daemon
+    from tsliced.host.backends.base import BackendError
+    from tsliced.host.journal import JournalError
+    from tsliced.log import Log
+    from tsliced.net.listening import ListenError
+    from tsliced.sdnotify import Notifier
+
+    assert isinstance(config, Config)
+    os.umask(0o077)
+    daemon = Daemon(config=config, log=Log(config.daemon.log_level), notifier=Notifier())
+    failures: dict[type[Exception], int] = {
+        ConfigError: EX_CONFIG,
+        BackendError: EX_CONFIG,
+        JournalError: EX_UNAVAILABLE,
+        ListenError: EX_CANTCREAT,
+    }
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory(config.daemon.loop)) as runner:
+            runner.run(daemon.run())
+    except tuple(failures) as exc:
+        print(f"tsliced: {exc}", file=sys.stderr)
+        daemon.notifier.send(f"STATUS={exc}")
+        return failures[type(exc)]
+    except AssertionError:
+        # Its story is in the log; the next daemon starts from the journal.
+        return EX_SOFTWARE
+    return 0
+
+
+def _loop_factory(choice: str):  # type: ignore[no-untyped-def]  # uvloop has no types
+    if choice == "asyncio":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        if choice == "uvloop":
+            raise
+        return None
+    return uvloop.new_event_loop
+
+
+def _parser() -> argparse.ArgumentParser:
+    from libtimeslice import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="tsliced", description="Shares this host's GPUs between jobs, a phase at a time."
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration (default: /etc/tsliced/tsliced.toml)"
+    )
+    parser.add_argument(
+        "--check-config", action="store_true", help="check the configuration and end"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the effective configuration and end"
+    )
+    parser.add_argument("--version", action="version", version=f"tsliced {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Reading the configuration, checking what a single value can't show, and showing the result."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
+from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
+from tsliced.config.settings import (
+    CORE_RULES,
+    Config,
+    DaemonSettings,
+    GroupSettings,
+    HistorySettings,
+    Limits,
+    MemorySettings,
+    ScanSettings,
+    ServerLimits,
+)
+from tsliced.core.model import CoreLimits
+
+DEFAULT_PATH: Final = "/etc/tsliced/tsliced.toml"
+
+#: Sections that are one dataclass each.
+_SECTIONS: Final[Mapping[str, type[Any]]] = {
+    "daemon": DaemonSettings,
+    "memory": MemorySettings,
+    "scan": ScanSettings,
+    "history": HistorySettings,
+}
+#: A group's name stands in role aliases ("a=n1,n2;b=n3"), labels and paths.
+_GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def load(
+    path: str | Path = DEFAULT_PATH,
+    *,
+    optional: bool = False,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """Read ``tsliced.toml`` and then, in lexical order, ``tsliced.toml.d/*.toml`` beside it.
+
+    With `optional`, the first file may be missing. `overrides` are values by dotted key that win
+    over all files, such as those of the command line.
+
+    Raises:
+        ConfigError: with every mistake in it.
+    """
+    reader = Reader()
+    files = list(_files(Path(path), optional=optional))
+    for file in files:
+        source = read_source(file)
+        if isinstance(source, Problem):
+            reader.problems.append(source)
+        else:
+            reader.add(source)
+    if overrides:
+        reader.add(Source("command line", nest(overrides)))
+    config = replace(_read(reader), files=tuple(str(file) for file in files))
+    reader.problems.extend(_cross_checks(config))
+    if config.daemon.strict:
+        reader.problems.extend(reader.unknown)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return config
+
+
+def _files(path: Path, *, optional: bool) -> Iterator[Path]:
+    if path.exists() or not optional:
+        yield path
+    yield from sorted(path.with_name(path.name + ".d").glob("*.toml"))
+
+
+def _read(reader: Reader) -> Config:
+    reader.expect((), [*_SECTIONS, "groups", "limits"])
+    sections: dict[str, Any] = {}
+    for name, kind in _SECTIONS.items():
+        sections[name] = reader.section((name,), kind)
+        reader.expect((name,), _names(kind))
+    daemon = sections["daemon"]
+    if not daemon.host:
+        sections["daemon"] = replace(daemon, host=socket.gethostname())
+    groups = tuple(_read_group(reader, name) for name in reader.table(("groups",)))
+    limits = _read_limits(reader)
+    origins = {".".join(key): origin for key, origin in reader.origins.items()}
+    warnings = tuple(str(problem) for problem in reader.unknown)
+    return Config(**sections, groups=groups, limits=limits, warnings=warnings, origins=origins)
+
+
+def _read_limits(reader: Reader) -> Limits:
+    path = ("limits",)
+    # One table holds them all: who sets a limit need not know which part of the daemon keeps it.
+    reader.expect(path, ["barrier_timeout_s", *_names(CoreLimits), *_names(ServerLimits)])
+    core = reader.section(path, CoreLimits, rules=CORE_RULES)
+    server = reader.section(path, ServerLimits)
+    return reader.section(path, Limits, fixed={"core": core, "server": server})
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [item.name for item in fields(kind)]
+
+
+def _read_group(reader: Reader, name: str) -> GroupSettings:
+    path = ("groups", name)
+    reader.expect(path, [known for known in _names(GroupSettings) if known != "name"])
+    if not _GROUP_NAME.fullmatch(name):
+        reader.fail(path, "a group's name has 1 to 64 letters, digits and . _ -")
+    group = reader.section(path, GroupSettings, fixed={"name": name})
+    if reader.has_table(path) and not reader.table(path).get("devices"):
+        reader.fail((*path, "devices"), 'a group needs devices, such as ["n1:0-3"]')
+    for text in group.devices:
+        mistake = _mistake_in(text)
+        if mistake is not None:
+            reader.fail((*path, "devices"), mistake)
+    return group
+
+
+def _mistake_in(devices: str) -> str | None:
+    try:
+        parse_devices(devices)
+    except ValueError as exc:
+        return str(exc)
+    return None
+
+
+def _cross_checks(config: Config) -> Iterator[Problem]:
+    core, daemon = config.limits.core, config.daemon
+    if core.retry_min_s > core.retry_max_s:
+        yield _problem(
+            config,
+            "limits.retry_min_s",
+            f"{core.retry_min_s:g} s is more than retry_max_s, {core.retry_max_s:g} s",
+        )
+    if daemon.max_clients_per_uid > daemon.max_clients:
+        yield _problem(
+            config,
+            "daemon.max_clients_per_uid",
+            f"{daemon.max_clients_per_uid} is more than max_clients, {daemon.max_clients}",
+        )
+    yield from check_overlaps(config)
+    for group in config.groups:
+        yield from check_barrier(config, group.name, count_ranks(config, group))
+
+
+def _problem(config: Config, key: str, text: str) -> Problem:
+    return Problem(config.origin(*key.split(".")), key, text)
+
+
+def describe(config: Config) -> str:
+    """Return the effective configuration as TOML, each value with where it was set."""
+    lines = [f"# read: {', '.join(config.files) or 'no file'}"]
+    for name in _SECTIONS:
+        lines += ["", f"[{name}]", *_describe_fields(config, (name,), getattr(config, name))]
+    lines += ["", "[limits]"]
+    for part in (config.limits, config.limits.core, config.limits.server):
+        lines += _describe_fields(config, ("limits",), part)
+    for group in config.groups:
+        # A name may hold dots, which would make tables of it.
+        lines += ["", f"[groups.{json.dumps(group.name)}]"]
+        lines += _describe_fields(config, ("groups", group.name), group)
+    return "\n".join(lines) + "\n"
+
+
+def _describe_fields(config: Config, path: tuple[str, ...], settings: Any) -> Iterator[str]:
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if item.name == "name" or isinstance(value, CoreLimits | ServerLimits):
+            continue
+        origin: Origin = config.origin(*path, item.name)
+        if value is None:
+            yield f"# {item.name} is not set"
+        else:
+            yield f"{item.name} = {_toml(value)}  # {origin}"
+
+
+def _toml(value: object) -> str:
+    """Return a value of a settings class as TOML, which is JSON for all types used here."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -1,0 +1,169 @@
+"""What can be configured: one frozen dataclass for each section of tsliced.toml.
+
+Each class is handed to the part of the daemon that it is about, and to no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from tsliced.config.reader import Origin, Rule, ruled
+from tsliced.core.model import CoreLimits
+
+_NAME_RULE: Final = {
+    "pattern": r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?",
+    "meaning": "a host name: letters, digits, . and -",
+}
+_PATH_RULE: Final = {"pattern": r"/[^\0]*", "meaning": "an absolute path"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonSettings:
+    """``[daemon]``: this daemon and its place on the host."""
+
+    #: The kernel limits the path of a Unix socket to 107 bytes.
+    socket: str = ruled(
+        "/run/tsliced/tsliced.sock",
+        pattern=r"/[^\0]{0,106}",
+        meaning="an absolute path of at most 107 bytes",
+    )
+    state_dir: str = ruled("/var/lib/tsliced", **_PATH_RULE)
+    #: This host's name in groups and among peers; left out: what ``hostname`` says.
+    host: str = ruled("", **_NAME_RULE)
+    #: Part of every job's key; set it where one user's job ids of two clusters may meet.
+    cluster: str = ruled(
+        "", pattern=r"[A-Za-z0-9._-]{0,64}", meaning="at most 64 letters, digits and . _ -"
+    )
+    log_level: str = ruled("info", choices=("debug", "info", "warning", "error"))
+    #: Left out: the system's libnvidia-ml.so.1 and libcuda.so.1.
+    nvml_library: str | None = ruled(None, **_PATH_RULE)
+    cuda_library: str | None = ruled(None, **_PATH_RULE)
+    #: What snapshots a rank unless its job asks for another: an entry of ``tsliced.backends``, or
+    #: a class as ``module:Class``.
+    backend: str = ruled(
+        "cuda",
+        pattern=r"[a-z][a-z0-9_-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*",
+        meaning="the name of a backend, or module:Class",
+    )
+    loop: str = ruled("auto", choices=("auto", "uvloop", "asyncio"))
+    max_clients: int = 4096
+    max_clients_per_uid: int = 1024
+    #: Its members may do what root may do here.
+    admin_group: str = ruled("tsliced", pattern=r"[^\s:]+", meaning="the name of a Unix group")
+    #: Take an unknown key for a mistake; otherwise it is a warning.
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """``[groups.NAME]``: devices that are arbitrated as one, and who may lease them."""
+
+    name: str
+    #: ``HOST:0-3``, ``HOST:*``, ``0-1`` on this host, or UUIDs.
+    devices: tuple[str, ...] = ()
+    #: Names or uids. Who is not listed needs a job that was given the devices otherwise.
+    users: tuple[str, ...] = ()
+    #: Slurm accounts.
+    accounts: tuple[str, ...] = ()
+    #: A lease over several groups reserves them in this order; left out: after the others.
+    order: int | None = ruled(None, least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """The part of ``[limits]`` that the socket and the tables around the core keep."""
+
+    #: 1 MiB is the protocol's own limit.
+    max_frame_bytes: int = ruled(1 << 20, least=4096, most=1 << 20)
+    #: A client that doesn't read what is sent to it is dropped beyond this.
+    max_send_buffer_bytes: int = ruled(4 << 20, least=1 << 16)
+    #: From connecting to a complete hello.
+    handshake_timeout_s: float = 5.0
+    #: Requests of one session that are not answered yet.
+    max_pending_requests: int = 256
+    #: A connect with a time-out fails at once when this queue of the kernel is full.
+    backlog: int = ruled(4096, most=65_535)
+    #: Processes whose death is watched or whose job is remembered; one descriptor each.
+    max_processes: int = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """``[limits]``: every bound that is not about memory, scans or history."""
+
+    core: CoreLimits = field(default_factory=CoreLimits)
+    server: ServerLimits = field(default_factory=ServerLimits)
+    #: Time-out of one FROZEN barrier; left out: derived from the ranks that must be frozen.
+    barrier_timeout_s: float | None = None
+
+
+#: For the fields of `CoreLimits`, which is below configuration and carries no rules.
+CORE_RULES: Final[Mapping[str, Rule]] = {
+    "barrier_margin_s": Rule(least=0),
+    "grace_s": Rule(least=0),
+    "max_passed_over": Rule(least=0),
+    "retry_min_s": Rule(least=0.01),
+    "block": Rule(least=16, most=1 << 24),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """``[memory]``: what is reserved and what stays free."""
+
+    #: A snapshot needs the device memory that NVML sees, this share of it more, ...
+    snapshot_margin_ratio: float = ruled(0.05, least=0, most=10)
+    #: ... and this for each rank.
+    snapshot_margin_bytes: int = ruled(512 << 20, least=0)
+    #: Host memory that no snapshot may take.
+    host_margin_bytes: int = ruled(1 << 30, least=0)
+    #: With more than 0, a job that fills a device whole can't come back to it.
+    device_margin_bytes: int = ruled(0, least=0)
+    #: Device readings older than this admit nobody.
+    max_reading_age_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSettings:
+    """``[scan]``: looking at the devices."""
+
+    #: Strangers on a device are promised to be seen within 2 s.
+    interval_s: float = ruled(1.0, least=0.1, most=2)
+    #: NVML blocks when a driver is in trouble: beyond this, the last reading has to do.
+    nvml_timeout_s: float = ruled(2.0, least=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistorySettings:
+    """``[history]``: events kept for reports."""
+
+    max_events: int = 1_000_000
+    max_bytes: int = ruled(1 << 30, least=1 << 20)
+    max_age_s: float = 30 * 86_400.0
+    #: Events are written in batches; the last one is lost when the machine loses power.
+    flush_interval_s: float = 1.0
+    max_pending_events: int = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration, checked. Two are equal if their values are."""
+
+    daemon: DaemonSettings
+    groups: tuple[GroupSettings, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    scan: ScanSettings = field(default_factory=ScanSettings)
+    history: HistorySettings = field(default_factory=HistorySettings)
+    #: Sentences to be logged; each begins with its file and line.
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    #: The files that were read, in order.
+    files: tuple[str, ...] = field(default=(), compare=False)
+    #: Where each value that is not a default was set, by its dotted key.
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+
+    def origin(self, *path: str) -> Origin:
+        """Return where a value was set."""
+        return self.origins.get(".".join(path), Origin("default"))

@@ -1,0 +1,202 @@
+"""`tslicectl status` and `tslicectl ps`: who has the devices, who waits, and where each rank is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from libtimeslice.protocol import Message
+from tsliced.ctl.calls import ask, open_daemon
+from tsliced.ctl.failures import DONE
+from tsliced.ctl.names import devices_text, job_text, user_name
+from tsliced.ctl.options import Commands, positive_seconds
+from tsliced.ctl.output import (
+    NOTHING,
+    duration,
+    print_json,
+    printable,
+    size,
+    styled,
+    table,
+    use_colour,
+)
+
+#: What a terminal needs to show the next screen in the place of the last.
+_CLEAR = "\x1b[H\x1b[2J"
+
+_STYLE_OF_STATE = {"held": "green", "switching": "yellow", "blocked": "red", "faulted": "red"}
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares the commands of this module."""
+    status = commands.add("status", "show who has the devices, since when, and who waits")
+    status.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=positive_seconds,
+        help="show it again and again, until Ctrl-C",
+    )
+    status.set_defaults(call=show_status)
+    ps = commands.add("ps", "list the processes that have a context on the devices")
+    ps.set_defaults(call=show_ranks)
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Prints one screen, or one JSON document, about the daemon; with ``--watch`` repeatedly."""
+    watch: float | None = options.watch
+    with open_daemon(options) as daemon:
+        while True:
+            status: Message = ask(daemon, "status")["status"]
+            if options.json:
+                print_json({"status": status})
+            else:
+                colour = use_colour(sys.stdout)
+                if watch and sys.stdout.isatty():
+                    print(_CLEAR, end="")
+                print("\n".join(status_lines(status, colour=colour)), flush=True)
+            if watch is None:
+                return DONE
+            time.sleep(watch)
+
+
+def show_ranks(options: argparse.Namespace) -> int:
+    """Prints a line, or an entry of one JSON document, for each rank that the daemon knows."""
+    with open_daemon(options) as daemon:
+        ranks: list[Message] = ask(daemon, "ps")["ranks"]
+    if options.json:
+        print_json({"ranks": ranks})
+    else:
+        print("\n".join(rank_lines(ranks, colour=use_colour(sys.stdout))))
+    return DONE
+
+
+def status_lines(status: Message, *, colour: bool = False) -> list[str]:
+    """Returns the screen of `tslicectl status`, without line ends."""
+    groups: list[Message] = status["groups"]
+    lines = [_daemon_line(status), ""]
+    lines += table(
+        ["GROUP", "STATE", "USER", "JOB", "SINCE", "PHASE", "WAITING", "DEVICES", "MEMORY", "BUSY"],
+        [_group_row(group) for group in groups],
+        right=["SINCE", "WAITING", "BUSY"],
+        colour=colour,
+    )
+    for group in groups:
+        if group.get("reason"):
+            text = f"{group['name']} is {group['state']}: {printable(group['reason'])}"
+            lines.append(styled(text, _STYLE_OF_STATE.get(group["state"], "bold"), colour=colour))
+    lines += _queue_lines(groups, colour=colour)
+    lines += _job_lines(status["jobs"], colour=colour)
+    return lines
+
+
+def _daemon_line(status: Message) -> str:
+    memory: Mapping[str, int] = status.get("memory") or {}
+    driver = status.get("driver") or "unknown"
+    return (
+        f"tsliced {status['version']} on {status['host']}, pid {status['pid']}, "
+        f"up {duration(status['uptime_s'])}; {status['hardware']} driver {driver}, "
+        f"backend {status['backend']}; {status['sessions']} sessions; "
+        f"host memory {size(memory.get('available_bytes'))} available, "
+        f"{size(memory.get('reserved_bytes'))} reserved"
+    )
+
+
+def _group_row(group: Message) -> list[str]:
+    holder: Message | None = group["holder"]
+    devices: list[Message] = group["devices"]
+    return [
+        group["name"],
+        group["state"],
+        user_name(holder["uid"]) if holder else NOTHING,
+        job_text(holder) if holder else NOTHING,
+        duration(group["lease_since_s"]),
+        printable(group["phase"] or NOTHING),
+        str(group["waiters"]),
+        devices_text(devices),
+        _memory_text(devices),
+        _busy_text(devices),
+    ]
+
+
+def _memory_text(devices: Sequence[Message]) -> str:
+    total = sum(device["total_bytes"] for device in devices)
+    used = [device["used_bytes"] for device in devices]
+    known = [count for count in used if count is not None]
+    return f"{size(sum(known)) if len(known) == len(used) else '?'} of {size(total)}"
+
+
+def _busy_text(devices: Sequence[Message]) -> str:
+    percents = [device["utilization_pct"] for device in devices]
+    known = [percent for percent in percents if percent is not None]
+    return f"{sum(known) / len(known):.0f}%" if known else NOTHING
+
+
+def _queue_lines(groups: Sequence[Message], *, colour: bool) -> list[str]:
+    rows = [
+        [
+            group["name"],
+            str(place),
+            user_name(waiter["job"]["uid"]),
+            job_text(waiter["job"]),
+            duration(waiter["waited_s"]),
+            printable(waiter["phase"] or NOTHING),
+        ]
+        for group in groups
+        for place, waiter in enumerate(group["queue"], start=1)
+    ]
+    if not rows:
+        return []
+    header = ["GROUP", "PLACE", "USER", "JOB", "WAITED", "FOR PHASE"]
+    return ["", *table(header, rows, right=["PLACE", "WAITED"], colour=colour)]
+
+
+def _job_lines(jobs: Sequence[Message], *, colour: bool) -> list[str]:
+    if not jobs:
+        return ["", "No jobs."]
+    rows = [
+        [
+            user_name(job["job"]["uid"]),
+            job_text(job["job"]),
+            job["state"],
+            str(job["ranks"]),
+            size(job["device_bytes"]),
+            size(job["parked_bytes"]),
+            duration(job["held_s"]),
+            duration(job["waited_s"]),
+            str(job["switches"]),
+        ]
+        for job in jobs
+    ]
+    header = ["USER", "JOB", "STATE", "RANKS", "ON DEVICE", "PARKED", "HELD", "WAITED", "SWITCHES"]
+    lines = ["", *table(header, rows, right=header[3:], colour=colour)]
+    for job in jobs:
+        if job.get("reason"):
+            text = f"{job_text(job['job'])} is {job['state']}: {printable(job['reason'])}"
+            lines.append(styled(text, _STYLE_OF_STATE.get(job["state"], "bold"), colour=colour))
+    return lines
+
+
+def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:
+    """Returns the table of `tslicectl ps`, without line ends."""
+    rows = [
+        [
+            job_text(rank["job"]) if rank["job"] else NOTHING,
+            user_name(rank["uid"]),
+            str(rank["pid"]),
+            rank["state"],
+            _doing_text(rank),
+            ",".join(rank["groups"]) or NOTHING,
+            str(len(rank["devices"])),
+            size(rank["device_bytes"]),
+            printable(rank["name"]),
+        ]
+        for rank in ranks
+    ]
+    header = ["JOB", "USER", "PID", "STATE", "DOING", "GROUPS", "DEVICES", "MEMORY", "NAME"]
+    return table(header, rows, right=["PID", "DEVICES", "MEMORY"], colour=colour)
+
+
+def _doing_text(rank: Message) -> str:
+    return f"{rank['doing']} {duration(rank['doing_s'])}" if rank["doing"] else NOTHING

@@ -1,0 +1,214 @@
+"""The daemon: puts the parts together, starts them in order, and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tsliced.config import Config, resolve_groups
+from tsliced.core.events import Started
+from tsliced.core.machine import Machine, MachineConfig
+from tsliced.core.model import GroupConfig, HostName
+from tsliced.core.recovery import recover
+from tsliced.driver import Driver, Ledgers, Surroundings
+from tsliced.host.backends.base import Backend, BackendContext, load_backend
+from tsliced.host.devices import Devices, DevicesUnavailable
+from tsliced.host.journal import Journal, JournalLimits
+from tsliced.host.membership import Membership
+from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
+from tsliced.host.scan import Scanner
+from tsliced.log import Log
+from tsliced.net.authority import Authority
+from tsliced.net.connection import Connection
+from tsliced.net.enrolment import Enrolment
+from tsliced.net.listening import listen
+from tsliced.net.server import Server
+from tsliced.observe.status import StatusPage
+from tsliced.sdnotify import Notifier
+
+
+@dataclass(slots=True, kw_only=True)
+class Daemon:
+    """One run of the daemon; `run` returns when it was asked to stop."""
+
+    config: Config
+    log: Log
+    notifier: Notifier
+
+    async def run(self) -> None:
+        """Start everything, serve until SIGTERM or SIGINT, and stop everything."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        async with contextlib.AsyncExitStack() as stack:
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            driver, server = await self._start(stack, tasks, stop.set)
+            scan, history = self.config.scan, self.config.history
+            for name, work in (
+                ("observe", driver.observe_for_ever(scan.interval_s)),
+                ("history", driver.flush_history_for_ever(history.flush_interval_s)),
+                ("watchdog", self._feed_watchdog()),
+            ):
+                tasks.create_task(work, name=name)
+            await stop.wait()
+            self.notifier.send("STOPPING=1")
+            server.close()
+            driver.close()
+            self.log.write("info", "stopped", {})
+            self.log.flush()
+            # What is in flight is not cut off by this: a worker finishes its call by itself.
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+        if driver.broken is not None:
+            raise driver.broken
+
+    async def _start(
+        self,
+        stack: contextlib.AsyncExitStack,
+        tasks: asyncio.TaskGroup,
+        on_broken: Callable[[], None],
+    ) -> tuple[Driver, Server]:
+        config = self.config
+        devices, groups = await self._open_devices(stack)
+        journal = self._open_journal(stack)
+        state_dir = Path(config.daemon.state_dir)
+        workers = state_dir / "workers"
+        workers.mkdir(mode=0o700, exist_ok=True)
+        context = BackendContext(directory=workers, cuda_library=config.daemon.cuda_library)
+        backend = load_backend(config.daemon.backend, context)
+        await backend.start()
+        stack.push_async_callback(backend.close)
+        membership = Membership(config.daemon.cluster, limit=config.limits.server.max_processes)
+        machine = self._make_machine(groups, journal)
+        around = Surroundings(
+            journal=journal,
+            history=journal.open_history(_events_in_memory(config)),
+            backend=backend,
+            scanner=Scanner(groups, devices, membership, backend),
+            membership=membership,
+            ledgers=self._make_ledgers(),
+            log=self.log,
+            tasks=tasks,
+        )
+        stack.callback(around.history.flush)
+        driver = Driver(machine, around, on_broken=on_broken)
+        server = self._make_server(driver, groups, devices, backend)
+        driver.clients = server
+        server.recall_sessions()
+        driver.post(Started())
+        await self._serve(stack, server)
+        device_count = sum(len(group.devices) for group in groups)
+        names = ", ".join(group.name for group in groups) or "none"
+        self.log.write("info", "started", {"groups": names, "devices": device_count})
+        self.log.flush()
+        self.notifier.send("READY=1", f"STATUS=serving {device_count} devices; groups: {names}")
+        return driver, server
+
+    async def _open_devices(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[Devices | None, tuple[GroupConfig, ...]]:
+        config = self.config
+        devices = Devices(config.daemon.nvml_library, timeout_s=config.scan.nvml_timeout_s)
+        host = HostName(config.daemon.host)
+        try:
+            await devices.start()
+        except DevicesUnavailable as exc:
+            # A host that is being set up: the daemon says so, and serves what does not need NVML.
+            self.log.write("error", "devices", {"reason": str(exc)})
+            return None, resolve_groups(config, {host: ()}, partial=True)
+        stack.push_async_callback(devices.close)
+        for problem in devices.problems():
+            self.log.write("warning", "device", {"reason": problem})
+        return devices, resolve_groups(config, {host: devices.inventory()}, partial=True)
+
+    def _open_journal(self, stack: contextlib.AsyncExitStack) -> Journal:
+        state_dir = Path(self.config.daemon.state_dir)
+        limits = JournalLimits(history_max_bytes=self.config.history.max_bytes)
+        journal = Journal.open(state_dir, now_unix=time.time(), limits=limits)
+        stack.callback(journal.close)
+        for warning in journal.warnings:
+            self.log.write("warning", "journal", {"reason": warning})
+        return journal
+
+    def _make_machine(self, groups: tuple[GroupConfig, ...], journal: Journal) -> Machine:
+        config = MachineConfig(
+            host=HostName(self.config.daemon.host),
+            groups=groups,
+            limits=self.config.limits.core,
+            generation=journal.generation,
+            ceiling=journal.ceiling,
+        )
+        machine = Machine(config, random=Random())
+        recover(machine, journal.load(), now=time.monotonic())
+        return machine
+
+    def _make_ledgers(self) -> Ledgers:
+        memory = self.config.memory
+        return Ledgers(
+            host=DramLedger(HostMemory(), margin_bytes=memory.host_margin_bytes),
+            device=DeviceLedger(
+                margin_bytes=memory.device_margin_bytes, max_age_s=memory.max_reading_age_s
+            ),
+            margin=SnapshotMargin(
+                ratio=memory.snapshot_margin_ratio, bytes=memory.snapshot_margin_bytes
+            ),
+        )
+
+    def _make_server(
+        self,
+        driver: Driver,
+        groups: tuple[GroupConfig, ...],
+        devices: Devices | None,
+        backend: Backend,
+    ) -> Server:
+        config, around = self.config, driver.around
+        authority = Authority(groups, config.groups, config.daemon.admin_group)
+        return Server(
+            driver,
+            config.limits.server,
+            authority=authority,
+            membership=around.membership,
+            enrolment=Enrolment(driver, authority, around.membership, around.scanner),
+            status=StatusPage(
+                machine=driver.machine,
+                scanner=around.scanner,
+                inventory=devices.inventory() if devices is not None else (),
+                backend=config.daemon.backend,
+                memory=HostMemory(),
+                reserved_bytes=around.ledgers.host.promised,
+            ),
+            max_clients=config.daemon.max_clients,
+            max_clients_per_uid=config.daemon.max_clients_per_uid,
+        )
+
+    async def _serve(self, stack: contextlib.AsyncExitStack, server: Server) -> None:
+        path, backlog = self.config.daemon.socket, self.config.limits.server.backlog
+        sock = listen(path, backlog=backlog)
+        stack.callback(_unlink, path)
+        listening = await asyncio.get_running_loop().create_unix_server(
+            lambda: Connection(server), sock=sock, backlog=backlog
+        )
+        stack.callback(listening.close)
+
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd that this loop still turns; never from a thread, which would hide a hang."""
+        limit_s = self.notifier.watchdog_s
+        while limit_s is not None:
+            self.notifier.send("WATCHDOG=1")
+            await asyncio.sleep(limit_s / 3)
+
+
+def _events_in_memory(config: Config) -> int:
+    return min(config.history.max_events, 20_000)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(path).unlink()

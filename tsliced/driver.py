@@ -1,0 +1,381 @@
+"""Carries the core: one queue, one timer.
+
+An event goes into the core, what the core wants kept goes into the journal, and what it wants done
+is done; a long action is a task that ends by posting exactly one event. All events of one turn of
+the loop share one write to the journal.
+
+Safety rule: an action runs only after the records of its event are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tsliced.core.actions import (
+    Action,
+    ConfirmCancel,
+    ConfirmRelease,
+    EndSession,
+    FreeMemory,
+    Grant,
+    Note,
+    Record,
+    Refuse,
+    ReserveDeviceMemory,
+    ReserveHostMemory,
+    ReserveNumbers,
+    RunHooks,
+    ScanGroups,
+    SettleHostMemory,
+    StartOperation,
+    TellContended,
+    TellLost,
+    TellRankLost,
+    TellStalled,
+    WatchProcess,
+)
+from tsliced.core.events import (
+    Event,
+    GroupsObserved,
+    GroupsScanned,
+    HooksRun,
+    MemoryReserved,
+    NumbersReserved,
+    OperationFinished,
+    ProcessExited,
+    RecordsFailed,
+    TimePassed,
+)
+from tsliced.core.machine import Machine
+from tsliced.core.model import Cause, DeviceId, ProcessId, RankState, Reason, Verb
+from tsliced.host.backends.base import Backend, Outcome
+from tsliced.host.history import History
+from tsliced.host.journal import Journal, JournalError
+from tsliced.host.membership import Membership
+from tsliced.host.memory import Demand, DeviceLedger, DramLedger, Shortage, SnapshotMargin
+from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError
+from tsliced.host.scan import ScanFailed, Scanner
+from tsliced.log import Log
+
+#: Answers and news for clients, which the server delivers.
+ClientAction = (
+    Grant
+    | Refuse
+    | ConfirmRelease
+    | ConfirmCancel
+    | TellContended
+    | TellStalled
+    | TellLost
+    | TellRankLost
+    | EndSession
+)
+
+
+class Clients(Protocol):
+    """The side of the server that the driver needs."""
+
+    def deliver(self, action: ClientAction) -> None:
+        """Send an answer or news to a session; one without a connection misses it."""
+        ...
+
+    async def run_hooks(self, action: RunHooks) -> Reason | None:
+        """Ask sessions to quiesce or resume; return why it did not work out, if so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledgers:
+    """The host's two ledgers and what a snapshot takes beyond its bytes."""
+
+    host: DramLedger
+    device: DeviceLedger
+    margin: SnapshotMargin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """All that the core's actions act upon."""
+
+    journal: Journal
+    history: History
+    backend: Backend
+    scanner: Scanner
+    membership: Membership
+    ledgers: Ledgers
+    log: Log
+    tasks: asyncio.TaskGroup
+
+
+class Driver:
+    """The single writer of the core. All methods belong to the event loop."""
+
+    def __init__(
+        self, machine: Machine, around: Surroundings, *, on_broken: Callable[[], None]
+    ) -> None:
+        self.machine = machine
+        self.around = around
+        self.clients: Clients | None = None
+        self._loop = asyncio.get_running_loop()
+        self._queue: list[Event] = []
+        self._turn: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._watch = ExitWatch(self._loop, self._on_exit)
+        self._handlers = self._make_handlers()
+        self._on_broken = on_broken
+        #: The invariant that broke; the daemon ends, and the next one starts from the journal.
+        self.broken: AssertionError | None = None
+
+    # --- the queue ----------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        """Let the core have an event in this turn of the loop, after those before it."""
+        self._queue.append(event)
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._run)
+
+    def close(self) -> None:
+        """Take no more events."""
+        self._watch.close()
+        if self._turn is not None:
+            self._turn.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _run(self) -> None:
+        self._turn = None
+        # Not the loop's own clock: uvloop's counts whole milliseconds.
+        now = time.monotonic()
+        records: list[Record] = []
+        actions: list[Action] = []
+        # Events that are posted meanwhile have their own turn.
+        queue, self._queue = self._queue, []
+        for event in queue:
+            try:
+                effects = self.machine.handle(event, now=now)
+            except AssertionError as exc:
+                self._break(exc)
+                return
+            records += effects.records
+            actions += effects.actions
+        self._carry_out(records, actions)
+        self._set_timer()
+        self.around.log.flush()
+
+    def _carry_out(self, records: list[Record], actions: list[Action]) -> None:
+        if records:
+            try:
+                self.around.journal.write(records)
+            except JournalError as exc:
+                self._fail(records, actions, exc)
+                return
+        handlers = self._handlers
+        for action in actions:
+            handlers[type(action)](action)
+
+    def _fail(self, records: list[Record], actions: list[Action], exc: JournalError) -> None:
+        reason = Reason(cause=Cause.JOURNAL, text=str(exc))
+        self.around.log.write("error", "journal", {"reason": reason.text})
+        self.post(RecordsFailed(records=tuple(records), actions=tuple(actions), failure=reason))
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.deadline
+        if deadline == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = None
+        if deadline is not None:
+            delay_s = max(0.0, deadline - time.monotonic())
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = self._timer_at = None
+        self.post(TimePassed())
+
+    def _break(self, exc: AssertionError) -> None:
+        """An invariant is broken: tell the story and stop; nothing more is done from this state."""
+        log = self.around.log
+        for at, event in self.machine.story:
+            log.write("error", "story", {"at": at, "event": repr(event)})
+        log.write("error", "broken_invariant", {"reason": str(exc) or "an assertion failed"})
+        log.flush()
+        self.broken = exc
+        self.close()
+        self._on_broken()
+
+    def _on_exit(self, process: ProcessId) -> None:
+        around = self.around
+        around.membership.forget(process)
+        around.scanner.forget(process)
+        around.backend.forget(process)
+        self.post(ProcessExited(process=process))
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def _make_handlers(self) -> dict[type[Action], Callable[[Any], None]]:
+        # Any: a handler takes the action that its key names.
+        clients = dict.fromkeys(ClientAction.__args__, self._tell)
+        return {
+            **clients,
+            Note: self._note,
+            WatchProcess: self._watch_process,
+            FreeMemory: self._free_memory,
+            SettleHostMemory: self._settle_host_memory,
+            StartOperation: self._long("operation", self._operate),
+            ScanGroups: self._long("scan", self._scan),
+            ReserveHostMemory: self._reserve_host_memory,
+            ReserveDeviceMemory: self._long("device memory", self._reserve_device_memory),
+            RunHooks: self._long("hooks", self._run_hooks),
+            ReserveNumbers: self._long("numbers", self._reserve_numbers),
+        }
+
+    def _long(
+        self, name: str, act: Callable[[Any], Coroutine[Any, Any, Event]]
+    ) -> Callable[[Any], None]:
+        """Return a handler that runs `act` as a task and posts the event that it returns."""
+
+        async def run(action: Any) -> None:
+            self.post(await act(action))
+
+        def start(action: Any) -> None:
+            self.around.tasks.create_task(run(action), name=name)
+
+        return start
+
+    def _tell(self, action: ClientAction) -> None:
+        if self.clients is not None:
+            self.clients.deliver(action)
+
+    def _note(self, note: Note) -> None:
+        self.around.history.append(note.kind, note.level, note.facts, time.time())
+        self.around.log.write(note.level, note.kind, note.facts)
+
+    def note(self, kind: str, level: str, **facts: str | float | bool | None) -> None:
+        """Add a line to the log and the history that does not come from the core."""
+        self._note(Note(kind=kind, level=level, facts=facts))
+
+    def _watch_process(self, action: WatchProcess) -> None:
+        try:
+            self._watch.add(action.process)
+        except (ProcessLimitError, NotAProcessError) as exc:
+            self.note("unwatched", "error", pid=action.process.pid, reason=str(exc))
+
+    def _free_memory(self, action: FreeMemory) -> None:
+        ledgers = self.around.ledgers
+        if action.host:
+            ledgers.host.release(action.tenancy)
+        if action.device:
+            ledgers.device.release(action.tenancy)
+
+    def _settle_host_memory(self, action: SettleHostMemory) -> None:
+        self.around.ledgers.host.settle(action.tenancy)
+
+    async def _operate(self, action: StartOperation) -> Event:
+        started = time.monotonic()
+        backend = self.around.backend
+        try:
+            outcome = await backend.run(action.verb, action.rank, action.timeout_s)
+        except Exception as exc:
+            reason = Reason(
+                cause=Cause.DRIVER, text=f"the backend failed: {exc!r}", rank=action.rank
+            )
+            return OperationFinished(
+                op=action.op, rank=action.rank, observed=RankState.UNKNOWN, failure=reason
+            )
+        return OperationFinished(
+            op=action.op,
+            rank=action.rank,
+            observed=outcome.observed,
+            failure=outcome.failure,
+            moved_bytes=outcome.moved_bytes or self._device_bytes(action, outcome),
+            seconds=outcome.seconds or time.monotonic() - started,
+        )
+
+    def _device_bytes(self, action: StartOperation, outcome: Outcome) -> int:
+        """Return what was moved as NVML saw it before, for a backend that does not count."""
+        if outcome.failure is not None or action.verb not in (Verb.SNAPSHOT, Verb.RESTORE):
+            return 0
+        ranks = self.machine.tenancies.all[action.tenancy].participant.ranks
+        rank = ranks.get(action.rank.process)
+        return rank.parked_bytes or rank.device_bytes if rank is not None else 0
+
+    async def _scan(self, action: ScanGroups) -> Event:
+        around = self.around
+        try:
+            found = await around.scanner.scan(action.tenancy, action.expect_gone)
+        except ScanFailed as exc:
+            return GroupsScanned(op=action.op, failure=exc.reason)
+        for rank in found:
+            if rank.job is not None:
+                around.backend.prepare(rank.process)
+        return GroupsScanned(op=action.op, found=found)
+
+    def _reserve_host_memory(self, action: ReserveHostMemory) -> None:
+        ledgers = self.around.ledgers
+        demands = [
+            Demand(rank.process, ledgers.margin.need_bytes(size)) for rank, size in action.demands
+        ]
+        # What was settled by an earlier snapshot was given back by the restore after it.
+        answer = ledgers.host.reserve(action.tenancy, demands)
+        failure = None
+        if isinstance(answer, Shortage):
+            failure = Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")
+        self.post(MemoryReserved(op=action.op, failure=failure))
+
+    async def _reserve_device_memory(self, action: ReserveDeviceMemory) -> Event:
+        needs: dict[DeviceId, int] = {}
+        for _, devices, size in action.demands:
+            for device in devices:
+                # How a process divides its memory among its devices is not known: evenly.
+                needs[device] = needs.get(device, 0) + size // len(devices)
+        try:
+            readings = await self.around.scanner.read(list(needs))
+        except ScanFailed as exc:
+            return MemoryReserved(op=action.op, failure=exc.reason)
+        answer = self.around.ledgers.device.reserve(action.tenancy, needs, readings)
+        failure = None
+        if isinstance(answer, Shortage):
+            failure = Reason(cause=Cause.NO_DEVICE_MEMORY, text=f"device memory: {answer}")
+        return MemoryReserved(op=action.op, failure=failure)
+
+    async def _run_hooks(self, action: RunHooks) -> Event:
+        failure = await self.clients.run_hooks(action) if self.clients is not None else None
+        return HooksRun(op=action.op, failure=failure)
+
+    async def _reserve_numbers(self, action: ReserveNumbers) -> Event:
+        try:
+            await self.around.journal.reserve(action.ceiling)
+        except JournalError as exc:
+            reason = Reason(cause=Cause.JOURNAL, text=str(exc))
+            return NumbersReserved(ceiling=action.ceiling, failure=reason)
+        return NumbersReserved(ceiling=action.ceiling)
+
+    # --- what goes on by itself ---------------------------------------------------------------
+
+    async def observe_for_ever(self, interval_s: float) -> None:
+        """Look at all devices regularly, so that strangers are seen within 2 s."""
+        groups = [group.name for group in self.machine.config.groups]
+        failing = False
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                found = await self.around.scanner.look(groups)
+            except ScanFailed as exc:
+                if not failing:
+                    self.note("devices", "error", reason=str(exc.reason))
+                failing = True
+                continue
+            failing = False
+            self.post(GroupsObserved(found=found))
+
+    async def flush_history_for_ever(self, interval_s: float) -> None:
+        """Hand the history over for storing, about every second."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.around.history.flush()

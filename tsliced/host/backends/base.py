@@ -1,0 +1,133 @@
+"""What a snapshot backend is: the one protocol behind which devices differ.
+
+A backend moves the device state of one process at a time. It is asked for one operation per rank at
+a time, never cuts one off, and always says what it observed afterwards: a call that returned is not
+yet proof. New backends register under the entry point group ``tsliced.backends``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+from tsliced.core.model import Cause, ProcessId, RankId, RankState, Reason, Verb
+
+ENTRY_POINTS: Final = "tsliced.backends"
+
+
+class BackendError(Exception):
+    """A backend cannot be used on this host; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendContext:
+    """What a backend may know of the daemon."""
+
+    #: A directory of its own, mode 0700, for what must outlive the daemon.
+    directory: Path
+    #: Path of libcuda.so.1; None: the system's.
+    cuda_library: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one operation ended."""
+
+    #: As the driver said after the operation, whatever became of it.
+    observed: RankState
+    failure: Reason | None = None
+    #: Device bytes that were moved, where the backend knows; 0 where it does not.
+    moved_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Backend(ABC):
+    """One way to move device state. All methods belong to the event loop and never block it."""
+
+    #: Whether NVML lists the processes whose state this backend moves, and their memory.
+    seen_by_nvml = True
+
+    def __init__(self, context: BackendContext) -> None:
+        self.context = context
+
+    async def start(self) -> None:  # noqa: B027 - most have nothing to do
+        """Get ready. Raises `BackendError` if it cannot work on this host."""
+
+    async def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let go of what it holds. Operations in flight go on where they can."""
+
+    def prepare(self, process: ProcessId) -> None:  # noqa: B027 - most have nothing to do
+        """Hear that this process may have to be moved some time."""
+
+    def forget(self, process: ProcessId) -> None:  # noqa: B027 - most have nothing to do
+        """Hear that this process is gone."""
+
+    @abstractmethod
+    async def probe(self, process: ProcessId) -> bool:
+        """Return whether the process has device state that this backend could move."""
+
+    @abstractmethod
+    async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:
+        """Stop a rank's device work, within the limit; after a time-out it runs as before."""
+
+    @abstractmethod
+    async def snapshot(self, rank: RankId) -> Outcome:
+        """Move a frozen rank's device state to host memory."""
+
+    @abstractmethod
+    async def restore(self, rank: RankId) -> Outcome:
+        """Bring a parked rank's device state back, frozen."""
+
+    @abstractmethod
+    async def thaw(self, rank: RankId) -> Outcome:
+        """Let a frozen rank's device work go on."""
+
+    @abstractmethod
+    async def state(self, rank: RankId) -> Outcome:
+        """Ask the driver where a rank is."""
+
+    async def run(self, verb: Verb, rank: RankId, timeout_s: float | None) -> Outcome:
+        """Run the operation that a verb names."""
+        match verb:
+            case Verb.FREEZE:
+                assert timeout_s is not None, "a freeze always has a limit"
+                return await self.freeze(rank, timeout_s=timeout_s)
+            case Verb.SNAPSHOT:
+                return await self.snapshot(rank)
+            case Verb.RESTORE:
+                return await self.restore(rank)
+            case Verb.THAW:
+                return await self.thaw(rank)
+            case Verb.QUERY:
+                return await self.state(rank)
+
+
+def failed(rank: RankId, cause: Cause, text: str, observed: RankState) -> Outcome:
+    """Return the outcome of an operation that did not succeed."""
+    return Outcome(observed=observed, failure=Reason(cause=cause, text=text, rank=rank))
+
+
+def load_backend(name: str, context: BackendContext) -> Backend:
+    """Return the backend with an entry point's name, or of a class given as ``module:Class``.
+
+    Raises `BackendError`, naming what there is.
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            kind = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            raise BackendError(f"backend {name!r} cannot be loaded: {exc}") from exc
+    else:
+        found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+        if name not in found:
+            known = ", ".join(sorted(found)) or "none; is the package installed?"
+            raise BackendError(f"there is no backend {name!r}; known: {known}")
+        kind = found[name].load()
+    if not (isinstance(kind, type) and issubclass(kind, Backend)):
+        raise BackendError(f"{name!r} is not a subclass of tsliced.host.backends.base.Backend")
+    return kind(context)

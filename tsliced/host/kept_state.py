@@ -1,0 +1,78 @@
+"""What a sequence of journal records says is still true.
+
+The journal folds every batch that it has written into one `KeptState`. It is the source of
+snapshots, so that the log can be cut, and it is what a start replays the log into.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from tsliced.core.actions import (
+    FaultRecord,
+    LeaseEndedRecord,
+    LeaseRecord,
+    RankEndedRecord,
+    RankRecord,
+    Record,
+    SessionEndedRecord,
+    SessionRecord,
+    TenancyEndedRecord,
+    TenancyRecord,
+)
+from tsliced.core.model import JobKey, LeaseId, RankId, SessionId, TenancyKey
+
+
+class KeptState:
+    """The records that stand, by what they are about. Nothing fails: unknown ends are no-ops."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionId, SessionRecord] = {}
+        self._faults: dict[JobKey, FaultRecord] = {}
+        self._tenancies: dict[TenancyKey, TenancyRecord] = {}
+        self._ranks: dict[RankId, RankRecord] = {}
+        self._leases: dict[LeaseId, LeaseRecord] = {}
+        #: By session and slot, so that a session's answers go with it in one step.
+        self._ended: dict[SessionId, dict[int, LeaseEndedRecord]] = {}
+
+    def apply(self, record: Record) -> None:
+        """Fold one record in."""
+        match record:  # the two of every acquire and release first
+            case LeaseRecord():
+                self._leases[record.lease] = record
+            case LeaseEndedRecord():
+                self._leases.pop(record.lease, None)
+                self._ended.setdefault(record.session, {})[record.slot] = record
+            case SessionRecord():
+                self._sessions[record.session] = record
+            case SessionEndedRecord():
+                self._sessions.pop(record.session, None)
+                self._ended.pop(record.session, None)
+            case TenancyRecord():
+                self._tenancies[record.tenancy] = record
+            case TenancyEndedRecord():
+                self._tenancies.pop(record.tenancy, None)
+            case RankRecord():
+                self._ranks[record.rank] = record
+            case RankEndedRecord():
+                self._ranks.pop(record.rank, None)
+            case FaultRecord(reason=None):
+                self._faults.pop(record.job, None)
+            case FaultRecord():
+                self._faults[record.job] = record
+            case _:
+                assert_never(record)
+
+    def records(self) -> tuple[Record, ...]:
+        """Return what stands, in an order in which each record finds what it refers to.
+
+        Leases come in the order of their rounds, which is the order of the queue.
+        """
+        return (
+            *self._sessions.values(),
+            *self._faults.values(),
+            *self._tenancies.values(),
+            *self._ranks.values(),
+            *sorted(self._leases.values(), key=lambda lease: lease.round),
+            *(ended for slots in self._ended.values() for ended in slots.values()),
+        )

@@ -1,0 +1,147 @@
+"""Who is on the devices: NVML's process lists, put together with what is known of processes.
+
+A snapshotted process is not listed by NVML; the core knows it. A backend whose devices NVML does
+not see (`Backend.seen_by_nvml`) relies on ranks that registered themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    FoundRank,
+    GroupConfig,
+    GroupName,
+    JobKey,
+    ProcessId,
+    Reason,
+    TenancyKey,
+)
+from tsliced.host.backends.base import Backend
+from tsliced.host.devices import DeviceReading, Devices, DevicesError
+from tsliced.host.membership import Membership
+
+#: NVML may go on listing a process for some 100 ms after its memory is gone.
+GONE_LIMIT_S: Final = 5.0
+GONE_POLL_S: Final = 0.05
+
+
+class ScanFailed(Exception):  # noqa: N818 - carries a reason
+    """The devices could not be looked at."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Scanner:
+    """Looks at devices and says which processes of which jobs are on them."""
+
+    def __init__(
+        self,
+        groups: Iterable[GroupConfig],
+        devices: Devices | None,
+        membership: Membership,
+        backend: Backend,
+    ) -> None:
+        self._devices_of: Mapping[GroupName, tuple[DeviceId, ...]] = {
+            group.name: group.devices for group in groups
+        }
+        self._devices = devices
+        self._membership = membership
+        self._backend = backend
+        self._registered: dict[ProcessId, tuple[JobKey, frozenset[GroupName]]] = {}
+        #: The latest readings, for those who show them.
+        self.readings: dict[DeviceId, DeviceReading] = {}
+
+    def register(self, process: ProcessId, job: JobKey, groups: Collection[GroupName]) -> None:
+        """Know a process as a rank, whether or not NVML lists it."""
+        self._registered[process] = (job, frozenset(groups))
+
+    def forget(self, process: ProcessId) -> None:
+        """A process is gone."""
+        self._registered.pop(process, None)
+
+    async def scan(
+        self, tenancy: TenancyKey, expect_gone: frozenset[ProcessId]
+    ) -> tuple[FoundRank, ...]:
+        """Return who is on a tenancy's groups; first wait, within a limit, for some to be gone.
+
+        Raises `ScanFailed`.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + GONE_LIMIT_S
+        while True:
+            found = await self.look(tenancy.groups)
+            if loop.time() >= end or expect_gone.isdisjoint(f.process for f in found):
+                break
+            await asyncio.sleep(GONE_POLL_S)
+        if self._backend.seen_by_nvml:
+            return found
+        return found + self._unlisted(tenancy)
+
+    async def look(self, groups: Iterable[GroupName]) -> tuple[FoundRank, ...]:
+        """Return every process that NVML lists on the groups' devices.
+
+        Raises `ScanFailed`.
+        """
+        uuids = [device for group in groups for device in self._devices_of[group]]
+        readings = await self.read(uuids)
+        on: defaultdict[int, list[tuple[DeviceId, int]]] = defaultdict(list)
+        for uuid, reading in readings.items():
+            for process in reading.processes:
+                on[process.pid].append((uuid, process.used_bytes or 0))
+        return tuple(
+            FoundRank(
+                process=known.process,
+                job=known.job,
+                devices=frozenset(uuid for uuid, _ in on[known.process.pid]),
+                device_bytes=sum(used for _, used in on[known.process.pid]),
+                uid=known.uid,
+                name=known.name,
+            )
+            for known in self._membership.classify(on)
+        )
+
+    async def read(self, uuids: Collection[DeviceId]) -> dict[DeviceId, DeviceReading]:
+        """Read devices, and keep the readings. Raises `ScanFailed`."""
+        if self._devices is None:
+            return {}
+        try:
+            readings = await self._devices.observe(uuids)
+        except DevicesError as exc:
+            raise ScanFailed(Reason(cause=Cause.DRIVER, text=str(exc))) from exc
+        stale_s = max((reading.stale_s for reading in readings.values()), default=0.0)
+        if stale_s > 0:
+            text = f"NVML does not answer; its latest word is {stale_s:.1f} s old"
+            raise ScanFailed(Reason(cause=Cause.DRIVER, text=text))
+        self.readings.update(readings)
+        return readings
+
+    async def look_at(self, process: ProcessId) -> FoundRank | None:
+        """Return one process as NVML sees it on any group, or None. Raises `ScanFailed`."""
+        found = await self.look(self._devices_of)
+        return next((f for f in found if f.process == process), None)
+
+    def groups_of(self, devices: Collection[DeviceId]) -> list[GroupName]:
+        """Return the groups that devices belong to."""
+        return [g for g, of in self._devices_of.items() if not set(of).isdisjoint(devices)]
+
+    def _unlisted(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
+        devices = frozenset(d for group in tenancy.groups for d in self._devices_of[group])
+        return tuple(
+            FoundRank(
+                process=process,
+                job=job,
+                devices=devices,
+                device_bytes=0,
+                uid=job.uid,
+            )
+            for process, (job, groups) in self._registered.items()
+            if job == tenancy.job and not groups.isdisjoint(tenancy.groups)
+        )

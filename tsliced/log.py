@@ -1,0 +1,62 @@
+"""The daemon's log: one key=value line per transition, on standard error.
+
+The standard library's logging costs more than the whole rest of a request, so lines are made here
+and written in batches, once per turn of the event loop. Under systemd each line begins with its
+priority as sd-daemon(3) has it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final, TextIO
+
+LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_PRIORITIES: Final = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
+
+Fact = str | int | float | bool | None
+
+
+class Log:
+    """Collects lines until `flush`. `stream` None: standard error."""
+
+    def __init__(self, level: str = "info", *, stream: TextIO | None = None) -> None:
+        self._least = LEVELS[level]
+        self._stream = stream if stream is not None else sys.stderr
+        self._lines: list[str] = []
+        # The journal adds the time itself and wants to be told the priority.
+        self._to_journal = "JOURNAL_STREAM" in os.environ
+
+    def write(self, level: str, kind: str, facts: Mapping[str, Fact]) -> None:
+        """Add a line; facts that are None are left out."""
+        if LEVELS[level] < self._least:
+            return
+        words = [f"{key}={_quoted(value)}" for key, value in facts.items() if value is not None]
+        head = _PRIORITIES[level] if self._to_journal else f"{_clock()} {level.upper():7} "
+        self._lines.append(f"{head}{kind} {' '.join(words)}\n")
+
+    def flush(self) -> None:
+        """Write what was collected. A log that cannot be written stops nobody."""
+        if not self._lines:
+            return
+        text = "".join(self._lines)
+        self._lines.clear()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            return
+
+
+def _clock() -> str:
+    now = time.time()
+    return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d}"
+
+
+def _quoted(value: Fact) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text and text.isprintable() and " " not in text else repr(text)

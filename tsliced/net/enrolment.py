@@ -1,0 +1,73 @@
+"""Making a process known as a rank of a job: by its own word, or by somebody's who may say so."""
+
+from __future__ import annotations
+
+from libtimeslice.protocol import Attach, Message, Register, error_reply, reply
+from tsliced.core.events import RankRegistered
+from tsliced.core.model import GroupName, JobKey, ProcessId
+from tsliced.driver import Driver
+from tsliced.host.membership import Membership
+from tsliced.host.processes import ProcessLimitError, identify, uid_of
+from tsliced.host.scan import ScanFailed, Scanner
+from tsliced.net.authority import Authority
+from tsliced.net.connection import Peer
+
+
+class Enrolment:
+    """Checks and carries out `register` and `attach`."""
+
+    def __init__(
+        self, driver: Driver, authority: Authority, membership: Membership, scanner: Scanner
+    ) -> None:
+        self._driver = driver
+        self._authority = authority
+        self._membership = membership
+        self._scanner = scanner
+
+    async def enrol(self, peer: Peer, job: JobKey, request: Register | Attach) -> Message:
+        """Return the answer to a `register` or `attach`."""
+        process = peer.process
+        if request.pid is not None and request.pid != peer.process.pid:
+            named = identify(request.pid)
+            uid = uid_of(request.pid)
+            if named is None or uid is None:
+                text = f"there is no process {request.pid}"
+                return error_reply(request.id, "no_such_process", text)
+            if not self._authority.may_act_for(peer.uid, uid):
+                text = f"process {request.pid} belongs to uid {uid}, not to uid {peer.uid}"
+                return error_reply(request.id, "not_permitted", text)
+            process = named
+        wanted = request.groups if isinstance(request, Attach) else None
+        groups = self._authority.groups_for(job.uid)
+        if wanted is not None:
+            if unknown := [name for name in wanted if name not in groups]:
+                known = ", ".join(groups) or "none"
+                text = f"there is no group {unknown[0]!r} for uid {job.uid}; there are: {known}"
+                return error_reply(request.id, "unknown_group", text)
+            groups = tuple(map(GroupName, wanted))
+        if isinstance(request, Attach) and not await self._driver.around.backend.probe(process):
+            text = f"process {process.pid} has no CUDA context: nothing of it could be moved"
+            return error_reply(request.id, "not_cuda", text)
+        return await self._put(process, job, groups, request.id)
+
+    async def _put(
+        self, process: ProcessId, job: JobKey, groups: tuple[GroupName, ...], request: int
+    ) -> Message:
+        try:
+            self._membership.register(process, job)
+            found = await self._scanner.look_at(process)
+        except ProcessLimitError as exc:
+            return error_reply(request, "would_exceed_limit", str(exc))
+        except ScanFailed as exc:
+            return error_reply(request, "unavailable", str(exc))
+        self._scanner.register(process, job, groups)
+        on = groups
+        if found is not None:
+            self._driver.around.backend.prepare(process)
+            on = tuple(self._scanner.groups_of(found.devices))
+            self._driver.post(RankRegistered(job=job, found=found, groups=on))
+        return reply(
+            request,
+            rank={"pid": process.pid, "start_time": process.start_time},
+            groups=list(on),
+        )

@@ -1,0 +1,90 @@
+"""What the core says to clients, as messages of the wire (`libtimeslice.protocol`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from libtimeslice.protocol import Message
+from tsliced.core.actions import (
+    ConfirmCancel,
+    ConfirmRelease,
+    Grant,
+    Refuse,
+    TellContended,
+    TellLost,
+    TellRankLost,
+    TellStalled,
+)
+from tsliced.core.model import JobKey
+
+
+def job_message(job: JobKey) -> Message:
+    """Return a job's key as a map."""
+    return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
+
+
+def _grant(action: Grant) -> Message:
+    return {
+        "re": action.request,
+        "lease": action.lease,
+        "groups": [group for group, _ in action.tokens],
+        "tokens": {group: token.as_int() for group, token in action.tokens},
+        "waited_s": action.waited_s,
+        "restored": action.restored,
+        "switch_s": action.switch_s,
+        "contended": action.contended,
+        "ack_s": action.ack_s,
+    }
+
+
+def _refuse(action: Refuse) -> Message:
+    return {"re": action.request, "err": {"code": action.code, "message": action.text}}
+
+
+def _release(action: ConfirmRelease) -> Message:
+    return {"re": action.request, "waiters": action.waiters, "deferred": action.deferred}
+
+
+def _cancel(action: ConfirmCancel) -> Message:
+    return {"re": action.request, "cancelled": action.cancelled}
+
+
+def _contended(action: TellContended) -> Message:
+    return {
+        "t": "contended",
+        "lease": action.lease,
+        "groups": list(action.groups),
+        "waiters": action.waiters,
+    }
+
+
+def _stalled(action: TellStalled) -> Message:
+    return {
+        "t": "stalled",
+        "lease": action.lease,
+        "job": job_message(action.job),
+        "cause": action.reason.cause.value,
+        "reason": str(action.reason),
+    }
+
+
+def _lost(action: TellLost) -> Message:
+    return {"t": "lost", "lease": action.lease, "reason": action.text}
+
+
+def _rank_lost(action: TellRankLost) -> Message:
+    return {"t": "rank_lost", "lease": action.lease, "pid": action.pid, "reason": action.text}
+
+
+#: Any: each function takes the action that is its key.
+MESSAGES: dict[type, Callable[[Any], Message]] = {
+    Grant: _grant,
+    Refuse: _refuse,
+    ConfirmRelease: _release,
+    ConfirmCancel: _cancel,
+    TellContended: _contended,
+    TellStalled: _stalled,
+    TellLost: _lost,
+    TellRankLost: _rank_lost,
+}

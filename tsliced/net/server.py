@@ -1,0 +1,494 @@
+"""The Unix socket: sessions of clients, their requests as events, the core's answers as messages.
+
+Who a client is comes from the kernel (SO_PEERCRED), never from its words. Whatever a client sends,
+the worst that happens is an error to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from typing import Any
+
+from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
+from libtimeslice.protocol import (
+    PROTOCOL_VERSION,
+    Ack,
+    Acquire,
+    Attach,
+    Bye,
+    Cancel,
+    EventsQuery,
+    Hello,
+    Message,
+    PhaseMark,
+    Ping,
+    Progress,
+    PsQuery,
+    QueueDepth,
+    Register,
+    Release,
+    Reply,
+    Request,
+    StatusQuery,
+    error_reply,
+    reply,
+)
+from tsliced.config import ServerLimits
+from tsliced.core.actions import EndSession, RunHooks
+from tsliced.core.events import (
+    AcquireRequested,
+    CancelRequested,
+    GrantConfirmed,
+    ReleaseRequested,
+    SessionClosed,
+    SessionDisconnected,
+    SessionOpened,
+    SessionResumed,
+)
+from tsliced.core.model import (
+    Arrival,
+    Cause,
+    GroupName,
+    JobKey,
+    LeaseId,
+    Reason,
+    RequestId,
+    SessionId,
+)
+from tsliced.core.sessions import LeaseState
+from tsliced.driver import ClientAction, Driver
+from tsliced.host.history import Follower
+from tsliced.host.membership import Membership
+from tsliced.host.processes import ProcessLimitError
+from tsliced.net.authority import Authority
+from tsliced.net.connection import Connection, Peer
+from tsliced.net.enrolment import Enrolment
+from tsliced.net.replies import MESSAGES, job_message
+from tsliced.observe.status import StatusPage
+
+CAPABILITIES = ["acquire", "rounds", "register", "attach", "events", "hooks"]
+
+#: Events that wait for one follower; beyond that it loses some and is told how many.
+FOLLOW_LIMIT = 4096
+FOLLOW_BATCH = 256
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A session as the server sees it: the connection that it has now, and what is open on it."""
+
+    session: SessionId
+    peer: Peer
+    job: JobKey
+    connection: Connection | None
+    hooks: bool = False
+    #: Requests that are not answered yet.
+    open_requests: int = 0
+    #: The daemon's own requests, by their ids.
+    asked: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    last_asked: int = 0
+    follower: Follower | None = None
+
+
+class Server:
+    """Serves clients. All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        limits: ServerLimits,
+        *,
+        authority: Authority,
+        membership: Membership,
+        enrolment: Enrolment,
+        status: StatusPage,
+        max_clients: int,
+        max_clients_per_uid: int,
+    ) -> None:
+        self.limits = limits
+        self._driver = driver
+        self._authority = authority
+        self._membership = membership
+        self._enrolment = enrolment
+        self._status = status
+        self._max_clients = max_clients
+        self._max_clients_per_uid = max_clients_per_uid
+        self._connections: dict[Connection, None] = {}
+        self._by_uid: Counter[int] = Counter()
+        self._clients: dict[SessionId, Client] = {}
+        self._order = {group.name: i for i, group in enumerate(driver.machine.config.groups)}
+        self._requests: dict[type, Callable[[Client, Any], None]] = {
+            Acquire: self._on_acquire,
+            Release: self._on_release,
+            Ack: self._on_ack,
+            Cancel: self._on_cancel,
+            Register: self._on_register,
+            Attach: self._on_register,
+            PhaseMark: self._on_phase,
+            Progress: self._on_progress,
+            QueueDepth: self._on_queue,
+            StatusQuery: self._on_status,
+            PsQuery: self._on_ps,
+            EventsQuery: self._on_events,
+            Ping: self._on_ping,
+            Bye: self._on_bye,
+            Reply: self._on_reply,
+            Hello: self._on_second_hello,
+        }
+
+    def recall_sessions(self) -> None:
+        """After a restart: know the sessions that the journal kept; their clients come back."""
+        for session in self._driver.machine.leasing.sessions.values():
+            peer = Peer(process=session.process, uid=session.job.uid)
+            self._clients[session.id] = Client(
+                session.id, peer, session.job, None, hooks=session.hooks
+            )
+            self._membership.register(session.process, session.job)
+
+    def close(self) -> None:
+        """Close all connections; their sessions go on with the next daemon."""
+        for connection in list(self._connections):
+            connection.close()
+
+    # --- connections (Desk) -------------------------------------------------------------------
+
+    def admit(self, connection: Connection) -> str | None:
+        """Enter a connection into the books, or return why there is no room for it."""
+        assert connection.peer is not None
+        uid = connection.peer.uid
+        if len(self._connections) >= self._max_clients:
+            return f"{self._max_clients} clients are connected, which is the limit"
+        if self._by_uid[uid] >= self._max_clients_per_uid and uid != 0:
+            return f"uid {uid} has {self._max_clients_per_uid} connections, which is the limit"
+        self._connections[connection] = None
+        self._by_uid[uid] += 1
+        return None
+
+    def on_closed(self, connection: Connection) -> None:
+        """Let the session wait for its client, if it has one."""
+        if connection in self._connections:
+            assert connection.peer is not None
+            del self._connections[connection]
+            self._by_uid[connection.peer.uid] -= 1
+        if connection.session is None:
+            return
+        client = self._clients.get(connection.session)
+        if client is None or client.connection is not connection:
+            return
+        self._disconnect(client)
+        self._driver.post(SessionDisconnected(session=client.session))
+
+    def _disconnect(self, client: Client) -> None:
+        client.connection, client.open_requests = None, 0
+        for future in client.asked.values():
+            future.cancel()
+        client.asked.clear()
+        if client.follower is not None:
+            self._driver.around.history.unfollow(client.follower)
+            client.follower = None
+
+    # --- hello --------------------------------------------------------------------------------
+
+    def on_hello(self, connection: Connection, hello: Hello) -> None:
+        """Resume a session, or open one."""
+        peer = connection.peer
+        assert peer is not None
+        client = self._resumable(hello, peer)
+        if client is not None:
+            if client.connection is not None:
+                # The old connection is dead, or a copy of the client tries: the newest one counts.
+                client.connection.close()
+                self._disconnect(client)
+            client.connection, connection.session = connection, client.session
+            self._driver.post(SessionResumed(session=client.session))
+            self._welcome(client, resumed=True)
+            return
+        if hello.uid is not None and not self._authority.may_act_for(peer.uid, hello.uid):
+            text = f"uid {peer.uid} may not act for uid {hello.uid}; only root may"
+            connection.refuse("not_permitted", text)
+            return
+        try:
+            job = self._membership.default_job(peer.process, hello.job, hello.ranks)
+            if hello.uid is not None:
+                job = job._replace(uid=hello.uid)
+            if hello.role != "tool":
+                self._membership.register(peer.process, job)
+        except (ValueError, LookupError) as exc:
+            connection.refuse("bad_request", str(exc))
+            return
+        except ProcessLimitError as exc:
+            connection.refuse("would_exceed_limit", str(exc))
+            return
+        self._open(connection, hello, peer, job)
+
+    def _resumable(self, hello: Hello, peer: Peer) -> Client | None:
+        if hello.session is None or hello.secret is None:
+            return None
+        session = self._driver.machine.leasing.sessions.get(SessionId(hello.session))
+        client = self._clients.get(SessionId(hello.session))
+        if session is None or client is None:
+            return None
+        if not compare_digest(session.secret, hello.secret) or session.process != peer.process:
+            return None
+        return client
+
+    def _open(self, connection: Connection, hello: Hello, peer: Peer, job: JobKey) -> None:
+        session = SessionId(secrets.token_hex(8))
+        groups = self._authority.groups_for(job.uid)
+        client = Client(session, peer, job, connection, hooks="quiesce" in hello.caps)
+        self._clients[session] = client
+        connection.session = session
+        secret = secrets.token_bytes(16)
+        self._driver.post(
+            SessionOpened(
+                session=session,
+                job=job,
+                process=peer.process,
+                secret=secret,
+                groups=groups,
+                hooks=client.hooks,
+                agent=hello.role == "agent",
+            )
+        )
+        self._welcome(client, resumed=False, secret=secret, groups=groups)
+
+    def _welcome(
+        self,
+        client: Client,
+        *,
+        resumed: bool,
+        secret: bytes | None = None,
+        groups: Iterable[GroupName] = (),
+    ) -> None:
+        machine = self._driver.machine
+        leases: list[Message] = []
+        if resumed:
+            session = machine.leasing.sessions[client.session]
+            secret, groups = session.secret, session.groups
+            leases = [
+                {
+                    "lease": lease.id,
+                    "groups": list(lease.groups),
+                    "tokens": {group: token.as_int() for group, token in lease.tokens},
+                }
+                for lease in session.leases.values()
+                if lease.state is LeaseState.HELD
+            ]
+        assert client.connection is not None
+        client.connection.send(
+            {
+                "t": "welcome",
+                "version": list(PROTOCOL_VERSION),
+                "daemon": f"tsliced/{VERSION}",
+                "host": machine.config.host,
+                "caps": CAPABILITIES,
+                "session": client.session,
+                "secret": secret,
+                "resumed": resumed,
+                "grace_s": machine.config.limits.grace_s,
+                "job": job_message(client.job),
+                "groups": list(groups),
+                "leases": leases,
+            }
+        )
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def on_request(self, connection: Connection, request: Request) -> None:
+        """Hand a request to whom it concerns."""
+        assert connection.session is not None
+        client = self._clients.get(connection.session)
+        if client is not None:
+            self._requests[request.__class__](client, request)
+
+    def _on_acquire(self, client: Client, request: Acquire) -> None:
+        if not self._count(client, request.id):
+            return
+        groups = request.groups or ()
+        if len(groups) > 1:
+            # Unknown names sort last, and the core refuses them by name.
+            last = len(self._order)
+            groups = tuple(sorted(groups, key=lambda g: self._order.get(GroupName(g), last)))
+        self._driver.post(
+            AcquireRequested(
+                session=client.session,
+                request=RequestId(request.id),
+                groups=tuple(map(GroupName, groups)),
+                phase=request.phase or "",
+                ranks=request.ranks or 1,
+                arrival=Arrival.FIRST if request.arrive == "first" else Arrival.ALL,
+                timeout_s=request.timeout_s,
+            )
+        )
+
+    def _on_release(self, client: Client, request: Release) -> None:
+        if self._count(client, request.id):
+            self._driver.post(
+                ReleaseRequested(
+                    session=client.session,
+                    request=RequestId(request.id),
+                    lease=LeaseId(request.lease),
+                )
+            )
+
+    def _on_ack(self, client: Client, request: Ack) -> None:
+        self._driver.post(GrantConfirmed(session=client.session, lease=LeaseId(request.lease)))
+
+    def _on_cancel(self, client: Client, request: Cancel) -> None:
+        if self._count(client, request.id):
+            self._driver.post(
+                CancelRequested(
+                    session=client.session,
+                    request=RequestId(request.id),
+                    acquire=RequestId(request.acquire),
+                )
+            )
+
+    def _count(self, client: Client, request: int) -> bool:
+        if client.open_requests < self.limits.max_pending_requests:
+            client.open_requests += 1
+            return True
+        text = f"{client.open_requests} requests of this session wait for an answer already"
+        self._send(client, error_reply(request, "would_exceed_limit", text))
+        return False
+
+    def _on_register(self, client: Client, request: Register | Attach) -> None:
+        if not self._count(client, request.id):
+            return
+
+        async def enrol() -> None:
+            answer = await self._enrolment.enrol(client.peer, client.job, request)
+            client.open_requests = max(0, client.open_requests - 1)
+            self._send(client, answer)
+
+        self._driver.around.tasks.create_task(enrol(), name="enrol a rank")
+
+    def _on_phase(self, client: Client, request: PhaseMark) -> None:
+        self._driver.note(
+            "phase", "info", job=str(client.job), name=request.name, begin=request.begin
+        )
+
+    def _on_progress(self, client: Client, request: Progress) -> None:
+        self._driver.note("progress", "info", **{**request.fields, "job": str(client.job)})
+
+    def _on_queue(self, client: Client, request: QueueDepth) -> None:
+        self._driver.note(
+            "queue",
+            "info",
+            job=str(client.job),
+            name=request.name,
+            depth=request.depth,
+            target=request.target,
+        )
+
+    def _on_status(self, client: Client, request: StatusQuery) -> None:
+        self._send(client, reply(request.id, status=self._status.status()))
+
+    def _on_ps(self, client: Client, request: PsQuery) -> None:
+        self._send(client, reply(request.id, ranks=self._status.ranks()))
+
+    def _on_events(self, client: Client, request: EventsQuery) -> None:
+        history = self._driver.around.history
+        page = history.since(request.since, request.limit)
+        self._send(client, reply(request.id, events=page.events, next=page.next))
+        if request.follow and client.follower is None:
+            loop = asyncio.get_running_loop()
+
+            def wake() -> None:
+                loop.call_soon(self._send_followed, client)
+
+            client.follower = history.follow(wake, limit=FOLLOW_LIMIT)
+
+    def _send_followed(self, client: Client) -> None:
+        follower = client.follower
+        if follower is None:
+            return
+        events = follower.take(FOLLOW_BATCH)
+        for event in events:
+            self._send(client, {"t": "event", "event": event})
+        if len(events) == FOLLOW_BATCH:
+            asyncio.get_running_loop().call_soon(self._send_followed, client)
+
+    def _on_ping(self, client: Client, request: Ping) -> None:
+        self._send(client, reply(request.id))
+
+    def _on_bye(self, client: Client, request: Bye) -> None:
+        self._driver.post(SessionClosed(session=client.session))
+
+    def _on_reply(self, client: Client, request: Reply) -> None:
+        future = client.asked.pop(request.re, None)
+        if future is not None and not future.done():
+            future.set_result(request)
+
+    def _on_second_hello(self, client: Client, request: Hello) -> None:
+        if client.connection is not None:
+            client.connection.refuse("bad_request", "a connection says hello once")
+
+    def _send(self, client: Client, message: Message) -> None:
+        if client.connection is not None:
+            client.connection.send(message)
+
+    # --- the core's answers (Clients) ---------------------------------------------------------
+
+    def deliver(self, action: ClientAction) -> None:
+        """Send an answer or news to a session; one without a connection misses it."""
+        client = self._clients.get(action.session)
+        if client is None:
+            return
+        if isinstance(action, EndSession):
+            self._end(client)
+            return
+        message = MESSAGES[action.__class__](action)
+        if client.open_requests and "re" in message:
+            client.open_requests -= 1
+        if client.connection is not None:
+            client.connection.send(message)
+
+    def _end(self, client: Client) -> None:
+        del self._clients[client.session]
+        connection = client.connection
+        self._disconnect(client)
+        if connection is not None:
+            connection.close()
+
+    async def run_hooks(self, action: RunHooks) -> Reason | None:
+        """Ask sessions to quiesce or resume, all at once; return why it did not work out."""
+        name = "quiesce" if action.quiesce else "resume"
+        message: Message = {
+            "t": name,
+            "groups": list(action.tenancy.groups),
+            "timeout_s": action.timeout_s,
+        }
+        clients = [self._clients.get(session) for session in action.sessions]
+        asked = [self._ask(client, message) for client in clients if client is not None]
+        answers = await asyncio.gather(*(self._answer(a, action.timeout_s) for a in asked))
+        wrong = next((answer for answer in answers if answer is not None), None)
+        if wrong is None:
+            return None
+        return Reason(cause=Cause.QUIESCE, text=f"its {name} callback: {wrong}")
+
+    def _ask(self, client: Client, message: Message) -> asyncio.Future[Reply]:
+        client.last_asked += 1
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if client.connection is None:
+            future.cancel()
+            return future
+        client.asked[client.last_asked] = future
+        client.connection.send({**message, "id": client.last_asked})
+        return future
+
+    async def _answer(self, future: asyncio.Future[Reply], limit_s: float) -> str | None:
+        try:
+            answer = await asyncio.wait_for(future, limit_s)
+        except TimeoutError:
+            return f"it did not answer within {limit_s:g} s"
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                raise
+            return "its agent is not connected"
+        return str(answer.error.get("message")) if answer.error is not None else None

@@ -1,0 +1,213 @@
+"""What the daemon shows of itself: the maps behind `status` and `ps`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
+from libtimeslice.protocol import Message
+from tsliced.core.coordinator import Place
+from tsliced.core.machine import Machine
+from tsliced.core.model import DeviceId, GroupConfig, JobKey, RankState
+from tsliced.core.rank import Rank
+from tsliced.core.rounds import Round, RoundState
+from tsliced.core.sessions import Lease
+from tsliced.core.tenancies import Tenancy
+from tsliced.host.devices import Device
+from tsliced.host.memory import HOST, HostMemory
+from tsliced.host.processes import command_name
+from tsliced.host.scan import Scanner
+
+SCHEMA = 1
+
+_ROUND_STATES = {
+    RoundState.QUEUED: "reserved",
+    RoundState.MOVING: "switching",
+    RoundState.GRANTING: "switching",
+    RoundState.HELD: "held",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class StatusPage:
+    """Looks at the machine; changes nothing."""
+
+    machine: Machine
+    scanner: Scanner
+    inventory: tuple[Device, ...]
+    backend: str
+    memory: HostMemory
+    reserved_bytes: Callable[[], Mapping[str, int]]
+    clock: Callable[[], float] = time.monotonic
+    _started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started_at = self.clock()
+
+    def status(self) -> Message:
+        """Return the whole state of this host, for people and programs."""
+        now = self.clock()
+        machine = self.machine
+        driver = self.inventory[0].driver_version if self.inventory else None
+        return {
+            "schema": SCHEMA,
+            "host": machine.config.host,
+            "version": VERSION,
+            "pid": os.getpid(),
+            "uptime_s": now - self._started_at,
+            "driver": driver,
+            "backend": self.backend,
+            "groups": [self._group(group, now) for group in machine.config.groups],
+            "jobs": [self._job(job, now) for job in self._jobs()],
+            "sessions": len(machine.leasing.sessions),
+            "memory": {
+                "available_bytes": self.memory.host_available_bytes(),
+                "reserved_bytes": self.reserved_bytes().get(HOST, 0),
+            },
+        }
+
+    def ranks(self) -> list[Message]:
+        """Return every rank of this host."""
+        now = self.clock()
+        return [
+            self._rank(tenancy, rank, now)
+            for tenancy in self.machine.tenancies.all.values()
+            for rank in tenancy.participant.ranks.values()
+        ]
+
+    # --- groups -------------------------------------------------------------------------------
+
+    def _group(self, group: GroupConfig, now: float) -> Message:
+        leasing = self.machine.leasing
+        arbiter = leasing.arbiters[group.name]
+        chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
+        residents = self.machine.tenancies.residents(group.name)
+        blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
+        holder = next(iter(chosen.members.values())) if chosen and _held(chosen) else None
+        state = "free" if chosen is None else _ROUND_STATES[chosen.state]
+        reason = chosen.stalled if chosen is not None else None
+        if blocked is not None:
+            state, reason = "blocked", blocked.coordinator.reason
+        return {
+            "name": group.name,
+            "devices": [self._device(device) for device in group.devices],
+            "state": state,
+            "holder": _job(chosen.job) if chosen is not None and holder is not None else None,
+            "lease_since_s": now - holder.granted_at if holder is not None else None,
+            "phase": (holder.phase or None) if holder is not None else None,
+            "token": _token(holder, group),
+            "next": _job(chosen.job) if chosen is not None and holder is None else None,
+            "resident": [_job(tenancy.key.job) for tenancy in residents],
+            "waiters": len(arbiter.queue),
+            "queue": [self._waiting(leasing.rounds[round_id], now) for round_id in arbiter.queue],
+            "reason": str(reason) if reason is not None else None,
+        }
+
+    def _waiting(self, round_: Round, now: float) -> Message:
+        phase = next((lease.phase for lease in round_.members.values()), "")
+        return {
+            "job": _job(round_.job),
+            "waited_s": now - round_.asked_at,
+            "phase": phase or None,
+            "ranks": round_.ranks,
+            "arrived": len(round_.members),
+        }
+
+    def _device(self, uuid: DeviceId) -> Message:
+        device = next((d for d in self.inventory if d.uuid == uuid), None)
+        reading = self.scanner.readings.get(uuid)
+        return {
+            "uuid": uuid,
+            "index": device.index if device is not None else -1,
+            "name": device.name if device is not None else "unknown",
+            "total_bytes": device.total_bytes if device is not None else 0,
+            "used_bytes": reading.used_bytes if reading is not None else None,
+            "utilization_pct": reading.utilization_pct if reading is not None else None,
+        }
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def _jobs(self) -> list[JobKey]:
+        leasing = self.machine.leasing
+        jobs = dict.fromkeys(self.machine.tenancies.by_job)
+        jobs |= dict.fromkeys(round_.job for round_ in leasing.rounds.values())
+        jobs |= dict.fromkeys(leasing.faults)
+        return sorted(jobs)
+
+    def _job(self, job: JobKey, now: float) -> Message:
+        leasing, tenancies = self.machine.leasing, self.machine.tenancies
+        own = [tenancies.all[key] for key in tenancies.by_job.get(job, ())]
+        rounds = [round_ for round_ in leasing.rounds.values() if round_.job == job]
+        ranks = [rank for tenancy in own for rank in tenancy.participant.ranks.values()]
+        parked = [rank for rank in ranks if rank.state is RankState.PARKED]
+        held = [lease for r in rounds if _held(r) for lease in r.members.values()]
+        reason = leasing.faults.get(job) or next(
+            (t.coordinator.pinned for t in own if t.coordinator.pinned is not None), None
+        )
+        return {
+            "job": _job(job),
+            "state": _state_of(reason is not None, rounds, own, bool(parked)),
+            "ranks": len(ranks),
+            "device_bytes": sum(r.device_bytes for r in ranks if r.state is not RankState.PARKED),
+            "parked_bytes": sum(r.parked_bytes for r in parked),
+            "held_s": max((now - lease.granted_at for lease in held), default=0.0),
+            "waited_s": max((now - r.asked_at for r in rounds if not _held(r)), default=0.0),
+            "switches": sum(tenancy.coordinator.moves for tenancy in own),
+            # Who of a round has not asked yet is found by who has.
+            "gathering": [
+                {
+                    "groups": list(r.groups),
+                    "ranks": r.ranks,
+                    "arrived": [leasing.sessions[s].process.pid for s in r.took_part],
+                }
+                for r in rounds
+                if r.state is RoundState.GATHERING
+            ],
+            "reason": str(reason) if reason is not None else None,
+        }
+
+    def _rank(self, tenancy: Tenancy, rank: Rank, now: float) -> Message:
+        process, operation = rank.id.process, rank.operation
+        return {
+            "job": _job(tenancy.key.job),
+            "host": rank.id.host,
+            "pid": process.pid,
+            "start_time": process.start_time,
+            "name": command_name(process.pid) or "",
+            "uid": tenancy.key.job.uid,
+            "groups": list(tenancy.key.groups),
+            "devices": sorted(rank.devices),
+            "device_bytes": rank.device_bytes,
+            "state": rank.state.value,
+            "doing": operation.verb.value if operation is not None else None,
+            "doing_s": now - operation.started_at if operation is not None else None,
+        }
+
+
+def _held(round_: Round) -> bool:
+    return round_.state is RoundState.HELD
+
+
+def _job(job: JobKey) -> Message:
+    return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
+
+
+def _token(holder: Lease | None, group: GroupConfig) -> int | None:
+    if holder is None:
+        return None
+    return next((token.as_int() for name, token in holder.tokens if name == group.name), None)
+
+
+def _state_of(faulted: bool, rounds: list[Round], own: list[Tenancy], parked: bool) -> str:
+    if faulted:
+        return "faulted"
+    if any(_held(round_) for round_ in rounds):
+        return "held"
+    if rounds:
+        return "waiting"
+    if any(tenancy.resident for tenancy in own):
+        return "resident"
+    return "parked" if parked else "idle"
