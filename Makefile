@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 
 VENV := build/venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 METADATA := setup.cfg pyproject.toml
 
 include cuda_ckpt/softcuda/build.mk

@@ -96,7 +96,7 @@ class CrowdSide:
     @property
     def requests_per_round(self) -> int:
         """How many requests all clients make together."""
-        return 2 * self.pairs * self.crowd.size
+        return 2 * self.pairs * len(self.crowd.clients)
 
     @property
     def cpu_us_per_request(self) -> float:

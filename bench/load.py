@@ -132,9 +132,9 @@ class Crowd:
             self._poller.register(number, select.EPOLLIN)
 
     @property
-    def size(self) -> int:
-        """How many clients there are."""
-        return len(self._clients)
+    def clients(self) -> Sequence[Client]:
+        """The clients, in the order of their groups."""
+        return list(self._clients.values())
 
     def run(self, pairs: int) -> float:
         """Lets each client make so many pairs; returns the seconds from the first to the last."""

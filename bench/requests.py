@@ -138,7 +138,7 @@ def measure_yardsticks(place: Place) -> Section:
     ours, *theirs = sides
     return Section(
         title="lease() of the client library, a pair, p50",
-        yardstick="theirs",
+        yardstick="the other",
         rows=[
             Row(
                 key=f"{name}_pair_us_p50",

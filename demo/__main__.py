@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,7 +35,7 @@ from libtimeslice.protocol import Message
 
 JOBS = ("a", "b")
 #: As in RL post-training: the devices are used for about 40 % of an iteration.
-PACE = Pace(rollout_s=1.0, reward_s=2.4, training_s=0.6)
+PACE = Pace(rollout_s=1.5, reward_s=3.6, training_s=0.9)
 STAGE_LIMIT_S = 120.0
 
 
@@ -42,13 +43,17 @@ def main() -> int:
     """Runs the demo and returns its exit code."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--hardware", choices=("auto", "nvidia", "softcuda"), default="auto")
-    parser.add_argument("--iterations", type=int, default=4, help="of each job (default 4)")
+    parser.add_argument("--iterations", type=int, default=3, help="of each job (default 3)")
+    parser.add_argument(
+        "--pace", type=float, default=1.0, help="multiplies the length of each phase (default 1)"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
     screen = Screen(sys.stdout)
     try:
         with temporary_directory() as directory, chosen(options.hardware, directory) as hardware:
-            return conduct(hardware, directory, options.iterations, screen)
+            plan = Plan(options.iterations, PACE.scaled(options.pace))
+            return conduct(hardware, directory, plan, screen)
     except (DemoError, NoHardwareError) as error:
         screen.line(f"The demo failed: {error}")
         return 1
@@ -79,24 +84,43 @@ def chosen(wanted: str, directory: Path) -> Iterator[Hardware]:
             shutil.rmtree(hardware.directory, ignore_errors=True)
 
 
-def conduct(hardware: Hardware, directory: Path, iterations: int, screen: Screen) -> int:
+@dataclass(frozen=True)
+class Plan:
+    """What every job does."""
+
+    iterations: int
+    pace: Pace
+
+    def stage(self, name: str, *jobs: str) -> Stage:
+        """Returns a stage in which these jobs run side by side."""
+        return Stage(
+            name=name,
+            jobs=jobs,
+            iterations=self.iterations,
+            pace=self.pace,
+            limit_s=STAGE_LIMIT_S,
+        )
+
+
+def conduct(hardware: Hardware, directory: Path, plan: Plan, screen: Screen) -> int:
     """Runs all stages and prints the report; returns the exit code."""
     screen.line(f"Devices: {hardware.description}")
     screen.line(
         f"Jobs: {' and '.join(JOBS)}, {RANKS} ranks each, {hardware.state_mib} MiB of device "
-        f"state per rank, {iterations} iterations of rollout {PACE.rollout_s} s, reward "
-        f"{PACE.reward_s} s (host only), training {PACE.training_s} s"
+        f"state per rank, {plan.iterations} iterations of rollout {plan.pace.rollout_s:g} s, "
+        f"reward {plan.pace.reward_s:g} s (host only), training {plan.pace.training_s:g} s"
     )
     alone = {}
     for job in JOBS:
         screen.line(f"Job {job} alone, without tsliced:")
-        stage = stage_of(f"alone-{job}", (job,), iterations)
+        stage = plan.stage(f"alone-{job}", job)
         alone[job] = run_stage(stage, hardware, directory)
         screen.line(f"  done in {alone[job].seconds:.1f} s")
     with Daemon(hardware, directory) as daemon:
         screen.line(f"Jobs {' and '.join(JOBS)} together, sharing the devices:")
+        screen.begin()
         history = History(daemon, screen)
-        stage = stage_of("shared", JOBS, iterations)
+        stage = plan.stage("shared", *JOBS)
         try:
             together = run_stage(stage, hardware, directory, daemon.socket, history.tick)
             history.finish()
@@ -104,17 +128,6 @@ def conduct(hardware: Hardware, directory: Path, iterations: int, screen: Screen
             screen.line(f"The daemon's log ends with:\n{daemon.log_tail()}")
             raise
     return report(screen, alone, together, history)
-
-
-def stage_of(name: str, jobs: tuple[str, ...], iterations: int) -> Stage:
-    """Returns a stage of the demo."""
-    return Stage(
-        name=name,
-        jobs=jobs,
-        iterations=iterations,
-        pace=PACE,
-        limit_s=STAGE_LIMIT_S,
-    )
 
 
 class History:
@@ -146,7 +159,7 @@ class History:
         """Reads what is left, after the last job has ended."""
         self.ended_at = time.time()
         self._read()
-        self._screen.settle()
+        self._screen.line()
 
     @property
     def span(self) -> tuple[float, float]:
@@ -154,9 +167,9 @@ class History:
         return self.began_at, self.ended_at
 
     @property
-    def kernel(self) -> float:
-        """How busy NVML found the devices, from 0 to 1, on average."""
-        return sum(self._busy) / len(self._busy) if self._busy else 0.0
+    def kernel(self) -> float | None:
+        """How busy NVML found the devices, from 0 to 1, on average; None if it does not say."""
+        return sum(self._busy) / len(self._busy) if self._busy else None
 
     def _read(self) -> None:
         events, self._next = self._daemon.events(self._next)

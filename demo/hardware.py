@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SOFT_DEVICE_MIB = 512
 #: More than half of a device: two jobs do not fit side by side.
 SOFT_STATE_MIB = 300
 #: As fast as it takes a driver to move the state of a large model, in proportion to the phases.
-SOFT_THROTTLE_MBPS = 800
+SOFT_THROTTLE_MBPS = 1500
 #: On a real device each rank has so much state, far from all that fits.
 REAL_STATE_MIB = 2048
 
@@ -54,7 +55,8 @@ class Hardware:
 def choose(wanted: str, directory: Path) -> Hardware:
     """Returns the hardware for ``wanted``: ``nvidia``, ``softcuda``, or ``auto`` for what there is.
 
-    ``directory`` is where softcuda may keep its device memory. Raises NoHardwareError.
+    ``directory`` is where softcuda keeps its device memory if it does not fit in memory; whoever
+    calls this removes the directory of the result in the end. Raises NoHardwareError.
     """
     if wanted != "softcuda":
         try:
@@ -65,7 +67,9 @@ def choose(wanted: str, directory: Path) -> Hardware:
             reason = str(error)
     else:
         reason = "as asked for"
-    return _softcuda(directory, reason)
+    if not (SOFTCUDA / "libcuda.so.1").exists():
+        raise NoHardwareError(f"softcuda is not built ({SOFTCUDA}): make softcuda")
+    return _softcuda(_make_place(directory), reason)
 
 
 def _nvidia() -> Hardware:
@@ -98,11 +102,8 @@ def _nvidia() -> Hardware:
     )
 
 
-def _softcuda(directory: Path, reason: str) -> Hardware:
-    """Makes two devices in software, in shared memory where there is room for them."""
-    if not (SOFTCUDA / "libcuda.so.1").exists():
-        raise NoHardwareError(f"softcuda is not built ({SOFTCUDA}): make softcuda")
-    place = _roomy_place(directory)
+def _softcuda(place: Path, reason: str) -> Hardware:
+    """Makes two devices in software, with their memory in files in ``place``."""
     environment = {
         "SOFTCUDA_DIR": str(place),
         "SOFTCUDA_DEVICES": str(DEVICES),
@@ -131,17 +132,16 @@ def _softcuda(directory: Path, reason: str) -> Hardware:
     )
 
 
-def _roomy_place(directory: Path) -> Path:
-    """Returns a new directory: in memory if the devices fit there, else below ``directory``.
+def _make_place(directory: Path) -> Path:
+    """Makes a directory for the devices' memory: in memory if they fit, else below ``directory``.
 
-    Containers often have a /dev/shm of 64 MiB; then the page cache has to do.
+    Containers often have a /dev/shm of 64 MiB; then the page cache of a disk has to do.
     """
     needed = (DEVICES * SOFT_DEVICE_MIB + 64) << 20
     shared = Path("/dev/shm")
-    in_memory = os.access(shared, os.W_OK | os.X_OK) and shutil.disk_usage(shared).free > needed
-    place = (shared if in_memory else directory) / f"tsliced-demo-{os.getpid()}"
-    place.mkdir(mode=0o700)
-    return place
+    fits = os.access(shared, os.W_OK | os.X_OK) and shutil.disk_usage(shared).free > needed
+    parent = shared if fits else directory
+    return Path(tempfile.mkdtemp(prefix=f"tsliced-demo-{os.getpid()}-", dir=parent))
 
 
 def _library_path() -> str:

@@ -26,6 +26,10 @@ class Pace:
     reward_s: float
     training_s: float
 
+    def scaled(self, factor: float) -> Pace:
+        """Returns a pace whose phases take ``factor`` times as long."""
+        return Pace(self.rollout_s * factor, self.reward_s * factor, self.training_s * factor)
+
 
 @dataclass
 class Result:

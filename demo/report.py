@@ -35,8 +35,8 @@ class Duty:
     held: float
     #: Leased and not being moved.
     useful: float
-    #: The devices were busy.
-    kernel: float
+    #: The devices were busy; None if nothing could tell.
+    kernel: float | None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -68,7 +68,7 @@ def leases(events: Iterable[Message], end: float) -> dict[str, list[Interval]]:
     found: dict[str, list[Interval]] = {}
     for event in events:
         if event["kind"] == "granted":
-            open_leases[event["lease"]] = (event["job"]["id"], event["at"])
+            open_leases[event["lease"]] = (job_of(event), event["at"])
         elif event["kind"] == "released" and event["lease"] in open_leases:
             job, began_at = open_leases.pop(event["lease"])
             found.setdefault(job, []).append((began_at, event["at"]))
@@ -83,7 +83,7 @@ def moves(events: Iterable[Message]) -> dict[str, list[Interval]]:
     for event in events:
         if event["kind"] in ("evicted", "admitted"):
             interval = (event["at"] - event["seconds"], event["at"])
-            found.setdefault(event["job"]["id"], []).append(interval)
+            found.setdefault(job_of(event), []).append(interval)
     return found
 
 
@@ -92,7 +92,7 @@ def operations(events: Iterable[Message]) -> list[Operations]:
     seconds: dict[str, list[float]] = {verb: [] for verb in VERBS}
     moved = dict.fromkeys(VERBS, 0)
     for event in events:
-        if event["kind"] == "operation" and event["ok"] and event["verb"] in seconds:
+        if succeeded(event) and event["verb"] in seconds:
             seconds[event["verb"]].append(event["seconds"])
             moved[event["verb"]] += event["bytes"] or 0
     return [
@@ -109,11 +109,32 @@ def operations(events: Iterable[Message]) -> list[Operations]:
 
 
 def count_switches(events: Iterable[Message]) -> int:
-    """Returns how often one job's state made way for another's."""
-    return sum(event["kind"] == "evicted" for event in events)
+    """Returns how often a job's state was moved off the devices for another job.
+
+    A job that has ended, or has no state yet, is evicted as well, but then nothing moves.
+    """
+    count = 0
+    has_moved = False
+    for event in events:
+        if succeeded(event):
+            has_moved = has_moved or event["verb"] == "snapshot"
+        elif event["kind"] == "evicted":
+            count += has_moved
+            has_moved = False
+    return count
 
 
-def group_duty(name: str, events: Sequence[Message], span: Interval, kernel: float) -> Duty:
+def succeeded(event: Message) -> bool:
+    """Tells whether the event is about a backend operation that did what it was to do."""
+    return event["kind"] == "operation" and event["reason"] is None
+
+
+def job_of(event: Message) -> str:
+    """Returns the id of the job that an event is about; the daemon writes it behind the user's."""
+    return str(event["job"]).rpartition("/")[2]
+
+
+def group_duty(name: str, events: Sequence[Message], span: Interval, kernel: float | None) -> Duty:
     """Returns the duty of the group over ``span``; ``kernel`` comes from NVML."""
     leased = [one for intervals in leases(events, span[1]).values() for one in intervals]
     moved = [one for intervals in moves(events).values() for one in intervals]
@@ -143,7 +164,13 @@ def job_duty(job: str, events: Sequence[Message], span: Interval, busy_s: float)
 def duty_lines(duties: Iterable[Duty]) -> list[str]:
     """Returns the table of duties."""
     rows = [
-        [duty.name, *(f"{share:.0%}" for share in (duty.held, duty.useful, duty.kernel))]
+        [
+            duty.name,
+            *(
+                "-" if share is None else f"{share:.0%}"
+                for share in (duty.held, duty.useful, duty.kernel)
+            ),
+        ]
         for duty in duties
     ]
     return table(["DUTY", "HELD", "USEFUL", "KERNEL"], rows, right=["HELD", "USEFUL", "KERNEL"])

@@ -38,10 +38,8 @@ class Screen:
             self._last = summary
             self._write(f"  {time.monotonic() - self._began_at:5.1f} s  {summary}\n")
 
-    def settle(self) -> None:
-        """Takes the live table away and begins the next stage's clock."""
-        self._erase()
-        self._last = ""
+    def begin(self) -> None:
+        """Lets the time that is shown begin now."""
         self._began_at = time.monotonic()
 
     def _erase(self) -> None:
@@ -72,8 +70,8 @@ def live_lines(status: Message) -> list[str]:
             job["state"],
             size(job["device_bytes"]),
             size(job["parked_bytes"]),
-            duration(job["held_s"]),
-            duration(job["waited_s"]),
+            duration(job["held_s"] or None),
+            duration(job["waited_s"] or None),
             str(job["switches"]),
         ]
         for job in status["jobs"]
@@ -90,8 +88,9 @@ def summary_of(status: Message) -> str:
 
 
 def _group_text(group: Message) -> str:
-    holder = group["holder"]
-    if holder is None:
+    job = group["holder"] or group.get("next")
+    if job is None:
         return str(group["state"])
-    text = f"{group['state']}, job {holder['id']}"
-    return f"{text}, {group['phase']}" if group["phase"] else text
+    link = " by" if group["holder"] else " to"
+    text = f"{group['state']}{link} job {job['id']}"
+    return f"{text} for {group['phase']}" if group["phase"] else text

@@ -57,6 +57,11 @@ def empty_cache() -> int:
     return int(before - sum(cuda.memory_reserved(index) for index in devices))
 
 
+def in_torch() -> bool:
+    """Whether torch has a context on a device in this process."""
+    return _cuda() is not None
+
+
 def in_use() -> bool:
     """Whether this process seems to have a context on a device.
 

@@ -17,7 +17,7 @@ from libtimeslice.callbacks import Callbacks, Contended, Lost, Pause, Resume
 from libtimeslice.connection import Connection
 from libtimeslice.environment import Settings
 from libtimeslice.errors import TimeSliceError, Unavailable
-from libtimeslice.link import Backoff, Link, open_link
+from libtimeslice.link import Link, open_link, pause_s
 from libtimeslice.protocol import ErrorCode, Message, error_reply, reply
 from libtimeslice.session import Session
 
@@ -64,13 +64,13 @@ class Agent:
         elif self._caps != self._capabilities() and self._connection is not None:
             self._connection.fail("the agent has new capabilities to announce")
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         """Ends the thread; waits for it for a second at most."""
         self._stopped.set()
         connection, thread = self._connection, self._thread
         if connection is not None:
             connection.fail("the client was closed")
-        if thread is not None and thread is not threading.current_thread():
+        if wait and thread is not None and thread is not threading.current_thread():
             thread.join(_STOP_LIMIT_S)
 
     def abandon_after_fork(self) -> None:
@@ -85,17 +85,18 @@ class Agent:
         return ("empty_cache", "quiesce") if quiesces else ("empty_cache",)
 
     def _run(self) -> None:
-        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        failures = 0
         while not self._stopped.is_set():
             try:
                 with self._connect() as connection:
-                    backoff.reset()
+                    failures = 0
                     self._serve(connection)
             except (Unavailable, TimeoutError) as error:
                 logger.debug("the agent has no connection: %s", error)
             except TimeSliceError as error:
                 logger.warning("the agent was turned away: %s", error)
-            self._stopped.wait(backoff.next_s())
+            failures += 1
+            self._stopped.wait(pause_s(failures, longest_s=_LONGEST_PAUSE_S))
 
     def _connect(self) -> Connection:
         self._caps = self._capabilities()

@@ -35,6 +35,9 @@ CLOSE_LIMIT_S = 2.0
 #: Losses of the connection in a row, without an answer in between, before a request gives up.
 MAX_LOSSES = 20
 
+#: Different asks that a client keeps.
+_MAX_ASKS = 256
+
 Names = str | Iterable[str] | None
 Field = bool | int | float | str
 
@@ -50,6 +53,7 @@ class BaseClient:
         self._agent: Agent | None = None
         self._closed = False
         self._warned = False
+        self._asks: dict[object, Ask] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} socket={self.settings.path()!r} job={self.job!r}>"
@@ -67,6 +71,17 @@ class BaseClient:
         if self.settings.mode is Mode.OFF:
             return False
         return self._session.answered or os.path.exists(self.settings.path())
+
+    @property
+    def holding(self) -> bool:
+        """Whether this client has any live lease."""
+        return bool(self._session.grants)
+
+    def _drop_agent_after_fork(self) -> None:
+        if self._agent is not None:
+            self._agent.abandon_after_fork()
+            self._agent = None
+        self.callbacks.start_afresh_in_child()
 
     # -- callbacks
 
@@ -113,6 +128,25 @@ class BaseClient:
     def _ask(
         self,
         groups: Names,
+        timeout: float | None,
+        phase: str | None,
+        ranks: int | None,
+        arrive: Arrive,
+    ) -> Ask:
+        """Checks and resolves what a caller asks for. Phases repeat, so the result is kept."""
+        if not (groups is None or isinstance(groups, str)):
+            groups = tuple(groups)
+        key = (groups, timeout, phase, ranks, arrive)
+        ask = self._asks.get(key)
+        if ask is None:
+            if len(self._asks) >= _MAX_ASKS:
+                self._asks.clear()
+            ask = self._asks[key] = self._fresh_ask(groups, timeout, phase, ranks, arrive)
+        return ask
+
+    def _fresh_ask(
+        self,
+        groups: str | tuple[str, ...] | None,
         timeout: float | None,
         phase: str | None,
         ranks: int | None,

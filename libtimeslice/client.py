@@ -33,7 +33,7 @@ from libtimeslice.base import (
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import Lease, LeaseContext, OffAccelerators
 from libtimeslice.line import Line
-from libtimeslice.link import TICK_S, remaining
+from libtimeslice.link import TICK_S, OutOfTime, remaining
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
 from libtimeslice.usage import Function, OnAccelerators
@@ -98,6 +98,7 @@ class TimeSlice(BaseClient):
         self._at_gate = 0
         #: Latest last: what `release()` without a lease gives back.
         self._plain: list[Lease] = []
+        self._asks.clear()
         self._finalizer = weakref.finalize(self, leaving.settle, self._line)
         self._finalizer.atexit = False  # `leaving` has its own order
 
@@ -105,10 +106,7 @@ class TimeSlice(BaseClient):
         """After a fork: everything of the parent's is dropped without a word to the daemon."""
         self._finalizer.detach()
         self._line.close_after_fork()
-        if self._agent is not None:
-            self._agent.abandon_after_fork()
-            self._agent = None
-        self.callbacks.start_afresh_in_child()
+        self._drop_agent_after_fork()
         self._start_afresh()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -245,7 +243,10 @@ class TimeSlice(BaseClient):
         return status
 
     def close(self) -> None:
-        """Ends the session and releases what it holds. Takes a moment at most; may be repeated."""
+        """Ends the session and releases what it holds. May be repeated.
+
+        It waits for device work of this process that is under way, and for nothing else.
+        """
         if self._closed:
             return
         self._closed = True
@@ -261,10 +262,9 @@ class TimeSlice(BaseClient):
                 self._session.release(grant)
             self._finalizer()
 
-    @property
-    def holding(self) -> bool:
-        """Whether this client has any live lease."""
-        return bool(self._session.grants)
+    def close_now(self) -> None:
+        """Closes at exit."""
+        self.close()
 
     # -- acquiring
 
@@ -343,7 +343,7 @@ class TimeSlice(BaseClient):
                 if grant.ack_s is not None:
                     self._line.acknowledge(grant.lease)
                 return grant
-        except TimeoutError:
+        except OutOfTime:
             self._withdraw(message, again=False)
             raise acquire_timeout(ask) from None
         except BaseException:
@@ -391,6 +391,17 @@ class TimeSlice(BaseClient):
             if not grant.holders:
                 answer = self._free(grant)
         return answer
+
+    def _release_in_haste(self, lease: Lease) -> None:
+        """Finishes a release that was interrupted anywhere, without waiting for the answer."""
+        for grant in lease._grants:
+            with self._lock:
+                grant.holders.discard(lease)
+                if not grant.holders:
+                    self._session.release(grant)
+                open_releases = self._session.open_releases(grant.lease)
+            for message in open_releases:
+                self._line.send_or_drop(message)
 
     def _free(self, grant: Grant) -> Released | None:
         try:

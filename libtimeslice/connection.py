@@ -17,14 +17,16 @@ import itertools
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 from libtimeslice import __version__
 from libtimeslice.errors import DaemonUnreachable, TimeSliceError, Unavailable, error_from
-from libtimeslice.link import READ_BYTES, TICK_S, Link, hang_up, open_link, remaining
+from libtimeslice.link import READ_BYTES, TICK_S, Link, OutOfTime, hang_up, open_link, remaining
 from libtimeslice.protocol import MAX_EVENTS, PROTOCOL_VERSION, FrameReader, Message, encode
 
 #: Longest that a message which may get lost waits for another thread that is sending, seconds.
@@ -140,17 +142,21 @@ class Connection:
         """
         request_id: int = message["id"]
         answers = self._answers
-        answers[request_id] = None
         done: Callable[[], object] = functools.partial(answers.get, request_id)
         if stop is not None:
             done = functools.partial(_either, done, stop)
         try:
+            answers[request_id] = None
             self.send(message)
             self.wait(done, deadline)
             return answers[request_id] or {}
         finally:
-            with self._lock:
-                del answers[request_id]
+            self.forget(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """Treats the answer to a request as one that nobody waits for."""
+        with self._lock:
+            self._answers.pop(request_id, None)
 
     def send(self, message: Message) -> None:
         """Sends a message and waits for nothing. Raises ConnectionLost."""
@@ -188,7 +194,7 @@ class Connection:
 
     def take_notice(self, limit_s: float) -> Message | None:
         """Waits for a message that came unasked; None if there is none within `limit_s` seconds."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(OutOfTime):
             self.wait(self.notices.__len__, time.monotonic() + limit_s)
         return self.notices.popleft() if self.notices else None
 
@@ -197,37 +203,54 @@ class Connection:
     def wait(self, done: Callable[[], object], deadline: float | None = None) -> None:
         """Reads, or lets another thread read, until `done()` is true.
 
-        Raises TimeoutError at the monotonic instant `deadline`, or ConnectionLost.
+        Raises OutOfTime at the monotonic instant `deadline`, or ConnectionLost.
         """
+        me = threading.get_ident()
+        if self._leader == me:
+            self._refuse_reentry()
         try:
-            if self._become_leader(done, deadline):
+            if self._become_leader(me, done, deadline):
                 while not done():
                     self._dispatch(self._receive(deadline))
+        except (TimeSliceError, OutOfTime):
+            raise
+        except BaseException:
+            if self._leader == me:
+                # Bytes may have been read and thrown away with the exception.
+                self.fail("the thread that was reading was interrupted")
+            raise
         finally:
-            self._step_down()
+            if self._leader == me:
+                with self._lock:
+                    self._leader = 0
+                    if self._followers:
+                        self._turn.notify_all()
 
     def drain(self) -> None:
-        """Takes in what has arrived, without waiting."""
+        """Takes in what has arrived, without waiting. Never raises but for an interrupt."""
+        if self._leader or self._lost is not None:
+            return
+        me = threading.get_ident()
         try:
             with self._lock:
-                if self._leader or self._lost is not None:
-                    return
-                self._leader = threading.get_ident()
-            while (data := self._read_now()) is not None:
+                if not self._leader:
+                    self._leader = me
+            while self._leader == me and (data := self._read_now()) is not None:
                 self._dispatch(self._decode(data))
         except TimeSliceError:
             pass  # the next request finds out
+        except BaseException:
+            self.fail("the thread that was reading was interrupted")
+            raise
         finally:
-            self._step_down()
+            if self._leader == me:
+                with self._lock:
+                    self._leader = 0
+                    if self._followers:
+                        self._turn.notify_all()
 
-    def _become_leader(self, done: Callable[[], object], deadline: float | None) -> bool:
+    def _become_leader(self, me: int, done: Callable[[], object], deadline: float | None) -> bool:
         """Waits for the turn to read; returns False if `done()` comes true before."""
-        me = threading.get_ident()
-        if self._leader == me:
-            raise RuntimeError(
-                "a signal handler called into the library while this thread was waiting in it; "
-                "only close() can be called there"
-            )
         with self._lock:
             self._followers += 1
             try:
@@ -239,26 +262,33 @@ class Connection:
                         return True
                     left_s = remaining(deadline, most_s=TICK_S)
                     if left_s == 0.0:
-                        raise TimeoutError("the answer did not come in time")
+                        raise OutOfTime("the answer did not come in time")
                     self._turn.wait(left_s)
                 return False
             finally:
                 self._followers -= 1
 
-    def _step_down(self) -> None:
-        """Lets another thread read. Does nothing in a thread that does not lead."""
-        if self._leader == threading.get_ident():
-            with self._lock:
-                self._leader = 0
-                if self._followers:
-                    self._turn.notify_all()
+    def _refuse_reentry(self) -> None:
+        """Raises RuntimeError if this very thread is reading, further up in its stack.
+
+        If it is not, it was, and an interrupt came into its stepping down.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code in _READERS and frame.f_locals.get("self") is self:
+                raise RuntimeError(
+                    "a signal handler called into the library while this thread was waiting in "
+                    "it; only close() can be called there"
+                )
+            frame = frame.f_back
+        self._leader = 0
 
     def _receive(self, deadline: float | None) -> list[Message]:
         """Reads once, or returns [] after a tick."""
         if deadline is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0.0:
-                raise TimeoutError("the answer did not come in time")
+                raise OutOfTime("the answer did not come in time")
             if left_s < TICK_S:
                 self._poll(left_s)
                 data = self._read_now()
@@ -270,10 +300,6 @@ class Connection:
         except OSError as error:
             self.fail(f"reading failed: {error}")
             raise self._loss() from error
-        except BaseException:
-            # Bytes may have been read and thrown away with the exception: the stream is useless.
-            self.fail("a read was interrupted")
-            raise
         return self._decode(data)
 
     def _poll(self, limit_s: float) -> None:
@@ -291,9 +317,6 @@ class Connection:
         except OSError as error:
             self.fail(f"reading failed: {error}")
             raise self._loss() from error
-        except BaseException:
-            self.fail("a read was interrupted")
-            raise
 
     def _decode(self, data: bytes) -> list[Message]:
         if not data:
@@ -373,3 +396,6 @@ class Connection:
 
 def _either(first: Callable[[], object], second: Callable[[], bool]) -> bool:
     return bool(first()) or second()
+
+
+_READERS = (Connection.wait.__code__, Connection.drain.__code__)

@@ -26,10 +26,11 @@ _LOOK_S = 60.0
 class Kept(Protocol):
     """What a keeper needs of its client."""
 
-    def keep_connected(self) -> socket.socket | None:
+    def keep_connected(self, hung_up: socket.socket | None) -> socket.socket | None:
         """Returns the socket of a good connection, opening one if need be; None ends the keeper.
 
-        Raises TimeSliceError if the session had to be given up.
+        `hung_up` is the socket whose other side closed, if the keeper saw that. Raises
+        TimeSliceError if the session had to be given up.
         """
 
 
@@ -60,16 +61,18 @@ class Keeper:
 
 
 def _keep(kept: weakref.ref[Kept], wanted: threading.Event) -> None:
+    sock: socket.socket | None = None
     while True:
         wanted.clear()
         try:
-            sock = _connected(kept)
+            sock = _connected(kept, sock)
         except TimeSliceError as error:
             logger.warning("the session was given up: %s", error)
             # Somebody will connect again, and call `start` when it is done.
             while not wanted.wait(_LOOK_S):
                 if kept() is None:
                     return
+            sock = None
             continue
         if sock is None:
             return
@@ -78,6 +81,6 @@ def _keep(kept: weakref.ref[Kept], wanted: threading.Event) -> None:
                 return
 
 
-def _connected(kept: weakref.ref[Kept]) -> socket.socket | None:
+def _connected(kept: weakref.ref[Kept], hung_up: socket.socket | None) -> socket.socket | None:
     client = kept()
-    return None if client is None else client.keep_connected()
+    return None if client is None else client.keep_connected(hung_up)

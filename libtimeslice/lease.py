@@ -121,8 +121,14 @@ class Lease(LeaseView):
         """
         if self._done:
             return None
-        self._done = True
-        return self._client._release(self)
+        try:
+            return self._client._release(self)
+        except BaseException:
+            # Whatever came in between, an interrupt or a fault on a device: it must get out.
+            self._client._release_in_haste(self)
+            raise
+        finally:
+            self._done = True
 
     def off_accelerators(self, *, timeout: float | None = None) -> OffAccelerators:
         """Lets others onto the devices inside a `with`, and takes them back at its end.
@@ -160,9 +166,14 @@ class LeaseContext:
             raise
 
     def __exit__(self, *exc_info: object) -> None:
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
+        try:
+            if self.lease is not None:
+                self.lease.release()
+        except BaseException:
+            # An interrupt may have come before the release began; if it began, this does nothing.
+            if self.lease is not None:
+                self.lease.release()
+            raise
 
 
 class OffAccelerators:

@@ -21,6 +21,7 @@ from libtimeslice.errors import TimeSliceError
 from libtimeslice.session import Ask
 
 if TYPE_CHECKING:
+    from libtimeslice.aio_line import AsyncLine
     from libtimeslice.line import Line
 
 
@@ -31,7 +32,7 @@ class Leaver(Protocol):
     def holding(self) -> bool:
         """Whether it has a live lease."""
 
-    def close(self) -> None:
+    def close_now(self) -> None:
         """Ends its session, in a moment at most."""
 
     def _start_afresh_in_child(self) -> None:
@@ -54,7 +55,7 @@ def watch(client: Leaver) -> None:
     atexit.register(leave)
 
 
-def settle(line: Line) -> None:
+def settle(line: Line | AsyncLine) -> None:
     """Closes the line of a client that is closed or collected, and notes what it leased last."""
     ask = line.session.last_ask
     settings = line.settings
@@ -70,7 +71,7 @@ def leave() -> None:
     holders = [client for client in list(_clients) if on_devices and client.holding]
     for client in list(_clients):
         if client not in holders:
-            client.close()
+            client.close_now()
     if on_devices and not holders:
         for settings, ask in list(_last_asks.values()):
             _take_last_turn(settings, ask)

@@ -8,19 +8,20 @@ each waiting thread repeats its own request under its old id.
 from __future__ import annotations
 
 import contextlib
+import copy
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from libtimeslice.base import MAX_LOSSES, client_hello, logger, no_answer, tell_lost
+from libtimeslice.base import MAX_LOSSES, SETTLE_LIMIT_S, client_hello, logger, no_answer, tell_lost
 from libtimeslice.callbacks import Callbacks
 from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
 from libtimeslice.errors import ClientClosed, TimeSliceError, Unavailable
 from libtimeslice.keeper import Keeper
-from libtimeslice.link import TICK_S, Backoff, Link, open_within, remaining
+from libtimeslice.link import TICK_S, Link, OutOfTime, open_within, pause_s, remaining
 from libtimeslice.protocol import ErrorCode, Message
 from libtimeslice.session import LeaseState, Session
 
@@ -43,6 +44,9 @@ class Line:
         self._connection: Connection | None = None
         #: Held by the thread that connects.
         self._connecting = threading.RLock()
+        #: How often no daemon was found within the limit, and what came of it last.
+        self._gave_up = 0
+        self._failure: Unavailable | None = None
         self._keeper = Keeper(self)
 
     # -- talking
@@ -56,7 +60,7 @@ class Line:
         limit_s = self.settings.reply_limit_s
         try:
             return self.exchange(message, time.monotonic() + limit_s)
-        except TimeoutError:
+        except OutOfTime:
             raise no_answer(message["t"], limit_s) from None
 
     def exchange(
@@ -68,21 +72,21 @@ class Line:
     ) -> Message:
         """Sends a request that has its id until it is answered, on several connections if need be.
 
-        Returns {} if `stop` came true first. Raises TimeoutError at the monotonic instant
+        Returns {} if `stop` came true first. Raises OutOfTime at the monotonic instant
         `deadline`, DaemonUnreachable, or ClientClosed.
         """
-        losses, backoff = 0, Backoff()
+        losses = 0
         while True:
             connection = self.connected(deadline)
             try:
                 return connection.exchange(message, deadline, stop=stop)
             except ConnectionLost:
                 lasted_s = time.monotonic() - connection.opened_at
-                losses = 1 if lasted_s > TICK_S else losses + 1
+                losses = 0 if lasted_s > TICK_S else losses + 1
                 if losses > MAX_LOSSES:
                     raise
-            if losses > 1:  # it accepts us and hangs up again
-                time.sleep(backoff.next_s())
+            if losses > 0:  # it accepts us and hangs up again
+                time.sleep(pause_s(losses))
 
     def exchange_now(self, message: Message) -> Message | None:
         """Sends a request that is noted as unsettled; None if that must wait for a reconnect."""
@@ -92,7 +96,7 @@ class Line:
         try:
             limit = time.monotonic() + self.settings.reply_limit_s
             answer = connection.exchange(message, limit)
-        except (ConnectionLost, TimeoutError) as error:
+        except (ConnectionLost, OutOfTime) as error:
             logger.warning("%s will be repeated on reconnect: %s", message, error)
             return None
         except BaseException:
@@ -110,13 +114,15 @@ class Line:
         """
         acquire_id = acquire["id"]
         with self.lock:
-            cancel = self.session.abandon(acquire)
+            messages = (
+                self.session.abandon_blindly(acquire) if again else [self.session.abandon(acquire)]
+            )
         deadline = time.monotonic() + limit_s
-        with contextlib.suppress(TimeSliceError, TimeoutError):
+        with contextlib.suppress(TimeSliceError, OutOfTime):
             connection = self.connected(deadline)
-            if again:
-                connection.send(acquire)
-            connection.send(cancel)
+            connection.forget(acquire_id)
+            for message in messages:
+                connection.send(message)
             connection.wait(lambda: acquire_id not in self.session.unsettled, deadline)
 
     def acknowledge(self, lease: str) -> None:
@@ -125,6 +131,12 @@ class Line:
         if connection is not None:
             with contextlib.suppress(ConnectionLost):
                 connection.send({"t": "ack", "lease": lease})
+
+    def send_or_drop(self, message: Message) -> None:
+        """Sends a message if there is a connection that takes it at once. Never raises."""
+        connection = self._connection
+        if connection is not None:
+            connection.send_or_drop(message)
 
     def tell(self, message: Message) -> None:
         """Sends a notice that may get lost, and takes in what came meanwhile."""
@@ -140,32 +152,34 @@ class Line:
 
     def wake(self) -> None:
         """Makes threads that wait with a `stop` look at it."""
-        connection = self._connection
-        if connection is not None:
-            connection.send_or_drop({"t": "ping", "id": next(self.session.ids)})
+        self.send_or_drop({"t": "ping", "id": next(self.session.ids)})
 
     # -- connecting
 
     def connected(self, deadline: float | None) -> Connection:
-        """Returns a good connection. Raises TimeoutError, DaemonUnreachable or ClientClosed."""
+        """Returns a good connection. Raises OutOfTime, DaemonUnreachable or ClientClosed."""
         connection = self._connection
         if connection is not None and not connection.lost:
             return connection
+        gave_up = self._gave_up
         if not self._connecting.acquire(timeout=remaining(deadline, most_s=threading.TIMEOUT_MAX)):
-            raise TimeoutError("another thread is still connecting")
+            raise OutOfTime("another thread is still connecting")
         try:
             connection = self._connection
             if connection is None or connection.lost:
+                if self._failure is not None and self._gave_up != gave_up:
+                    # The thread before this one gave up just now; that holds for all who waited.
+                    raise copy.copy(self._failure)
                 connection = self._connect(deadline)
             return connection
         finally:
             self._connecting.release()
 
-    def keep_connected(self) -> socket.socket | None:
+    def keep_connected(self, hung_up: socket.socket | None) -> socket.socket | None:
         """For the keeper: returns the socket to watch; None once the client is closed."""
         connection = self._connection
-        if connection is not None and not self.closed:
-            # The other side hung up. Whoever reads first takes in what it said before.
+        if connection is not None and connection.sock is hung_up and not self.closed:
+            # Whoever reads first takes in what the daemon said before it hung up.
             connection.drain()
             if not connection.wait_until_lost(_NOTICE_LIMIT_S):
                 connection.fail("the daemon hung up")
@@ -177,10 +191,9 @@ class Line:
     def close(self) -> None:
         """Says bye and closes. Takes a moment at most."""
         self.closed = True
-        connection = self._connection
-        if connection is not None:
-            connection.send_or_drop({"t": "bye"})
-            connection.close()
+        self.send_or_drop({"t": "bye"})
+        if self._connection is not None:
+            self._connection.close()
         self._keeper.stop()
 
     def close_after_fork(self) -> None:
@@ -206,8 +219,9 @@ class Line:
                 pass  # it went away right after its welcome; `until` still stands
             except Unavailable as error:
                 if session.session is not None and until < limit:
-                    raise TimeoutError(str(error)) from error
+                    raise OutOfTime(str(error)) from error
                 self._end_session(f"no daemon for {session.grace_s:g} s")
+                self._gave_up, self._failure = self._gave_up + 1, error
                 raise
             except TimeSliceError as error:
                 if error.code != ErrorCode.SESSION_UNKNOWN or session.session is None:
@@ -235,15 +249,27 @@ class Line:
             old.close()
         tell_lost(self._callbacks, lost)
         try:
-            for message in unsettled:
-                connection.send(message)
             connection.take_over(link)
+            self._settle(connection, unsettled)
+            if self.closed:  # while this was under way
+                connection.close()
+                raise ClientClosed("the client is closed")
         except BaseException:
             connection.fail("it was interrupted before its first use")
             raise
         finally:
             self._keeper.start()
         return connection
+
+    def _settle(self, connection: Connection, unsettled: list[Message]) -> None:
+        """Repeats what is unsettled, and stays to hand back what was granted for nobody."""
+        for message in unsettled:
+            connection.send(message)
+        if unsettled:
+            with contextlib.suppress(OutOfTime):
+                connection.wait(
+                    lambda: not self.session.unsettled, time.monotonic() + SETTLE_LIMIT_S
+                )
 
     def _end_session(self, reason: str) -> None:
         with self.lock:

@@ -7,6 +7,8 @@ either client, and the agent.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import random
 import select
 import socket
@@ -28,6 +30,15 @@ SEND_LIMIT_S = 10.0
 _WELCOME_LIMIT_S = 10.0
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
+# Of its own, so that a job that seeds the global generator for its experiment keeps its sequence.
+_jitter = random.Random()
+os.register_at_fork(after_in_child=_jitter.seed)  # else the ranks of a job pause in step
+
+
+class OutOfTime(TimeoutError):  # noqa: N818 - as those in `errors`
+    """A wait of this library's ended. A class of its own, because a caller's signal handler may
+    raise TimeoutError into any wait, and that is an interrupt like others.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,23 +52,13 @@ class Link:
     backlog: list[Message]
 
 
-class Backoff:
-    """Pauses that double up to a limit, with full jitter: a restart wakes every client at once."""
+def pause_s(failures: int, *, longest_s: float = _LONGEST_PAUSE_S) -> float:
+    """How long to pause after so many failures in a row (1 or more), seconds.
 
-    def __init__(self, *, longest_s: float = _LONGEST_PAUSE_S) -> None:
-        self._random = random.Random()
-        self._longest_s = longest_s
-        self._pause_s = _FIRST_PAUSE_S
-
-    def next_s(self) -> float:
-        """How long to pause now, seconds."""
-        pause_s = self._random.uniform(self._pause_s / 2, self._pause_s)
-        self._pause_s = min(self._pause_s * 2, self._longest_s)
-        return pause_s
-
-    def reset(self) -> None:
-        """Starts over after a success."""
-        self._pause_s = _FIRST_PAUSE_S
+    It doubles up to a limit. The jitter is there because a restart wakes every client at once.
+    """
+    whole_s: float = min(longest_s, _FIRST_PAUSE_S * 2 ** min(failures - 1, 30))
+    return _jitter.uniform(whole_s / 2, whole_s)
 
 
 def remaining(deadline: float | None, *, most_s: float) -> float:
@@ -88,15 +89,13 @@ def open_within(
     hello: Callable[[], Message],
     *,
     until: float,
-    pause: Callable[[float], object] = time.sleep,
 ) -> Link:
     """Connects, again and again if need be, until the monotonic instant `until`.
 
     `hello` is asked anew for each attempt. Raises the last Unavailable, or at once anything else
     that a daemon answered, such as `session_unknown` or `unsupported_version`.
     """
-    backoff = Backoff()
-    while True:
+    for failures in itertools.count(1):
         limit_s = max(0.05, remaining(until, most_s=_WELCOME_LIMIT_S))
         try:
             return open_link(path, hello(), limit_s=limit_s)
@@ -104,7 +103,8 @@ def open_within(
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise
-        pause(min(backoff.next_s(), left_s))
+        time.sleep(min(pause_s(failures), left_s))
+    raise AssertionError("counting does not end")
 
 
 def wait_for_hangup(sock: socket.socket, *, limit_s: float) -> bool:

@@ -299,29 +299,43 @@ class Session:
 
     def release(self, grant: Grant) -> Message | None:
         """Ends a grant and returns the request to send; None if the daemon need not hear of it."""
-        was_live = grant.live
+        message: Message | None = None
+        if grant.live:
+            if grant.shared:
+                # Noted first: an interrupt may come between any two of these lines, and then all of
+                # this is done once more.
+                message = {"t": "release", "id": next(self.ids), "lease": grant.lease}
+                self.unsettled[message["id"]] = message
+            grant.state = LeaseState.RELEASED
         self.grants.pop(grant.lease, None)
-        if not was_live:
-            return None
-        grant.state = LeaseState.RELEASED
-        if not grant.shared:
-            return None
-        message: Message = {"t": "release", "id": next(self.ids), "lease": grant.lease}
-        self.unsettled[message["id"]] = message
         return message
+
+    def open_releases(self, lease: str) -> list[Message]:
+        """The releases of a lease that were not answered yet."""
+        return [message for message in self.unsettled.values() if message.get("lease") == lease]
 
     def abandon(self, acquire: Message) -> Message:
         """Gives up an acquire whose answer may be on its way; returns the cancel to send."""
         self.unsettled[acquire["id"]] = acquire
         return self._cancel(acquire["id"])
 
+    def abandon_blindly(self, acquire: Message) -> list[Message]:
+        """Gives up an acquire that may never have been sent, or whose answer may be gone.
+
+        The first cancel makes sure that it does not begin to move anybody's state now; the acquire
+        itself asks for its answer once more, to hand back what was granted; the last cancel is for
+        a daemon that does not remember the first.
+        """
+        return [self.abandon(acquire), acquire, self._cancel(acquire["id"])]
+
     def resend(self) -> list[Message]:
         """What to send on a resumed connection, before anything else."""
         messages: list[Message] = []
-        for request_id, message in self.unsettled.items():
-            messages.append(message)
+        for message in list(self.unsettled.values()):
             if message["t"] == "acquire":
-                messages.append(self._cancel(request_id))
+                messages += self.abandon_blindly(message)
+            else:
+                messages.append(message)
         return messages
 
     # -- what the daemon says

@@ -34,8 +34,8 @@ CORE_MAY_IMPORT = {
     "operator",
     "typing",
 }
-#: Randomness comes in as an argument, so its type may be named.
-CORE_MAY_NAME = {"random"}
+#: Randomness comes in as an argument, so its type may be named; nothing here may make one.
+CORE_MAY_NAME = {"random.Random"}
 
 RING_1 = ("config", "ctl", "driver", "host", "net", "observe")
 RING_2 = ("tsliced.daemon", "tsliced.__main__")
@@ -96,14 +96,14 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def breaches_of_core(source: str) -> list[str]:
-    """Returns the imports of a core module that reach outside ring 0."""
+    """Returns what reaches outside ring 0 in a core module: imports, and randomness of its own."""
     found = []
     for imported in imports_of(source):
         top = imported.module.partition(".")[0]
         inside = imported.is_of("tsliced.core") or top in CORE_MAY_IMPORT
-        if not inside and not (imported.for_typing and top in CORE_MAY_NAME):
+        if not inside and imported.module not in CORE_MAY_NAME:
             found.append(imported.module)
-    return found
+    return found + calls_of(source, "Random")
 
 
 def breaches_of_independence(source: str, package: str) -> list[str]:
@@ -124,22 +124,23 @@ def breaches_of_rings(source: str) -> list[str]:
     ]
 
 
-def loads_libcuda(source: str) -> list[int]:
-    """Returns the lines on which a string names the driver library, docstrings apart."""
-    tree = ast.parse(source)
-    docstrings = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+def calls_of(source: str, *names: str) -> list[str]:
+    """Returns the calls of functions of these names, however qualified, as source text."""
     return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in docstrings
-        and re.search(r"libcuda\.so(\.\d+)?$", node.value)
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id in names)
+            or (isinstance(node.func, ast.Attribute) and node.func.attr in names)
+        )
     ]
+
+
+def loads_libcuda(source: str) -> list[str]:
+    """Returns the calls that load a library by a name, constant or variable, with cuda in it."""
+    calls = calls_of(source, "CDLL", "PyDLL", "LoadLibrary", "find_library", "dlopen")
+    return [call for call in calls if "cuda" in call.lower()]
 
 
 def long_functions(source: str) -> list[str]:
@@ -208,7 +209,7 @@ def test_the_client_library_imports_torch_only_when_it_is_needed() -> None:
                 assert imported.for_typing or not imported.at_load, f"{path}:{imported.line}"
 
 
-def test_only_cuda_ckpt_names_the_driver_library() -> None:
+def test_only_cuda_ckpt_loads_the_driver_library() -> None:
     for path in python_files("tsliced", "libtimeslice"):
         assert not loads_libcuda(path.read_text()), path
 
@@ -262,7 +263,8 @@ def test_the_names_of_the_layout_exist() -> None:
         ("from tsliced import driver", ["tsliced.driver"]),
         ("from tsliced.core import model", []),
         ("import random", ["random"]),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import random", []),
+        ("from random import Random\ndef choose(random: Random) -> None: ...", []),
+        ("from random import Random\nsource = Random(7)", ["Random(7)"]),
         ("def late():\n    import asyncio", ["asyncio"]),
         ("from . import model", ["..model"]),
     ],
@@ -276,8 +278,10 @@ def test_other_breaches_are_seen() -> None:
     assert not breaches_of_independence("from libtimeslice import errors", "libtimeslice")
     assert breaches_of_rings("from tsliced import daemon")
     assert breaches_of_rings("def late():\n    import tsliced.daemon.wiring")
-    assert loads_libcuda('import ctypes\nctypes.CDLL("/usr/lib/libcuda.so.1")') == [2]
-    assert not loads_libcuda('"""Never loads libcuda.so.1"""')
+    assert loads_libcuda('import ctypes\nctypes.CDLL("/usr/lib/libcuda.so.1")')
+    assert loads_libcuda("ctypes.cdll.LoadLibrary(config.cuda_library)")
+    assert not loads_libcuda("ctypes.CDLL(config.nvml_library)")
+    assert not loads_libcuda('"""Never loads libcuda.so.1"""; found = "libcuda.so" in maps')
     body = "\n".join(["    pass"] * LIMIT_OF_FUNCTION)
     assert long_functions(f"def long():\n{body}")
     c_body = "\n".join(["    ;"] * LIMIT_OF_FUNCTION)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(config: object) -> int:
     # Imported late: checking a configuration must work where the daemon's packages are missing.
     from tsliced.config import Config, ConfigError
-    from tsliced.daemon import Daemon
+    from tsliced.daemon import BrokenStateError, Daemon
     from tsliced.host.backends.base import BackendError
     from tsliced.host.journal import JournalError
     from tsliced.log import Log
@@ -62,8 +62,9 @@ def _serve(config: object) -> int:
         print(f"tsliced: {exc}", file=sys.stderr)
         daemon.notifier.send(f"STATUS={exc}")
         return failures[type(exc)]
-    except AssertionError:
+    except BrokenStateError as exc:
         # Its story is in the log; the next daemon starts from the journal.
+        print(f"tsliced: {exc}", file=sys.stderr)
         return EX_SOFTWARE
     return 0
 

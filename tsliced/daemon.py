@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +35,21 @@ from tsliced.observe.status import StatusPage
 from tsliced.sdnotify import Notifier
 
 
+class BrokenStateError(Exception):
+    """The state in memory can no longer be trusted; the journal's can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What a daemon stands on."""
+
+    devices: Devices | None
+    groups: tuple[GroupConfig, ...]
+    journal: Journal
+    backend: Backend
+    sock: socket.socket
+
+
 @dataclass(slots=True, kw_only=True)
 class Daemon:
     """One run of the daemon; `run` returns when it was asked to stop."""
@@ -48,8 +65,11 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         async with contextlib.AsyncExitStack() as stack:
+            # Before the group of tasks: what fails here is no group of errors, and what is opened
+            # here is closed after the tasks that use it have ended.
+            base = await self._open(stack)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            driver, server = await self._start(stack, tasks, stop.set)
+            driver, server = await self._start(stack, tasks, base, stop.set)
             scan, history = self.config.scan, self.config.history
             for name, work in (
                 ("observe", driver.observe_for_ever(scan.interval_s)),
@@ -57,6 +77,9 @@ class Daemon:
                 ("watchdog", self._feed_watchdog()),
             ):
                 tasks.create_task(work, name=name)
+            # What was made so far stays, and need not be looked at again and again.
+            gc.collect()
+            gc.freeze()
             await stop.wait()
             self.notifier.send("STOPPING=1")
             server.close()
@@ -67,31 +90,39 @@ class Daemon:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
         if driver.broken is not None:
-            raise driver.broken
+            raise BrokenStateError(f"a bug: {driver.broken!r}") from driver.broken
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> _Base:
+        """Open what may not be there, or be somebody else's."""
+        daemon = self.config.daemon
+        devices, groups = await self._open_devices(stack)
+        journal = self._open_journal(stack)
+        workers = Path(daemon.state_dir) / "workers"
+        workers.mkdir(mode=0o700, exist_ok=True)
+        context = BackendContext(directory=workers, cuda_library=daemon.cuda_library)
+        backend = load_backend(daemon.backend, context)
+        await backend.start()
+        stack.push_async_callback(backend.close)
+        sock = listen(daemon.socket, backlog=self.config.limits.server.backlog)
+        stack.callback(_unlink, daemon.socket)
+        stack.callback(sock.close)
+        return _Base(devices=devices, groups=groups, journal=journal, backend=backend, sock=sock)
 
     async def _start(
         self,
         stack: contextlib.AsyncExitStack,
         tasks: asyncio.TaskGroup,
+        base: _Base,
         on_broken: Callable[[], None],
     ) -> tuple[Driver, Server]:
-        config = self.config
-        devices, groups = await self._open_devices(stack)
-        journal = self._open_journal(stack)
-        state_dir = Path(config.daemon.state_dir)
-        workers = state_dir / "workers"
-        workers.mkdir(mode=0o700, exist_ok=True)
-        context = BackendContext(directory=workers, cuda_library=config.daemon.cuda_library)
-        backend = load_backend(config.daemon.backend, context)
-        await backend.start()
-        stack.push_async_callback(backend.close)
+        config, groups, journal = self.config, base.groups, base.journal
         membership = Membership(config.daemon.cluster, limit=config.limits.server.max_processes)
         machine = self._make_machine(groups, journal)
         around = Surroundings(
             journal=journal,
             history=journal.open_history(_events_in_memory(config)),
-            backend=backend,
-            scanner=Scanner(groups, devices, membership, backend),
+            backend=base.backend,
+            scanner=Scanner(groups, base.devices, membership, base.backend),
             membership=membership,
             ledgers=self._make_ledgers(),
             log=self.log,
@@ -99,11 +130,12 @@ class Daemon:
         )
         stack.callback(around.history.flush)
         driver = Driver(machine, around, on_broken=on_broken)
-        server = self._make_server(driver, groups, devices, backend)
+        stack.callback(driver.close)
+        server = self._make_server(driver, groups, base.devices, base.backend)
         driver.clients = server
         server.recall_sessions()
         driver.post(Started())
-        await self._serve(stack, server)
+        await self._serve(stack, server, base.sock)
         device_count = sum(len(group.devices) for group in groups)
         names = ", ".join(group.name for group in groups) or "none"
         self.log.write("info", "started", {"groups": names, "devices": device_count})
@@ -188,12 +220,11 @@ class Daemon:
             max_clients_per_uid=config.daemon.max_clients_per_uid,
         )
 
-    async def _serve(self, stack: contextlib.AsyncExitStack, server: Server) -> None:
-        path, backlog = self.config.daemon.socket, self.config.limits.server.backlog
-        sock = listen(path, backlog=backlog)
-        stack.callback(_unlink, path)
+    async def _serve(
+        self, stack: contextlib.AsyncExitStack, server: Server, sock: socket.socket
+    ) -> None:
         listening = await asyncio.get_running_loop().create_unix_server(
-            lambda: Connection(server), sock=sock, backlog=backlog
+            lambda: Connection(server), sock=sock, backlog=server.limits.backlog
         )
         stack.callback(listening.close)
 
@@ -206,7 +237,7 @@ class Daemon:
 
 
 def _events_in_memory(config: Config) -> int:
-    return min(config.history.max_events, 20_000)
+    return min(config.history.max_events, 5_000)
 
 
 def _unlink(path: str) -> None:

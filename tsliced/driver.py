@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -124,22 +125,26 @@ class Driver:
         self._turn: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
+        self._closed = False
         self._watch = ExitWatch(self._loop, self._on_exit)
         self._handlers = self._make_handlers()
         self._on_broken = on_broken
         #: The invariant that broke; the daemon ends, and the next one starts from the journal.
-        self.broken: AssertionError | None = None
+        self.broken: Exception | None = None
 
     # --- the queue ----------------------------------------------------------------------------
 
     def post(self, event: Event) -> None:
         """Let the core have an event in this turn of the loop, after those before it."""
+        if self._closed:
+            return
         self._queue.append(event)
         if self._turn is None:
             self._turn = self._loop.call_soon(self._run)
 
     def close(self) -> None:
-        """Take no more events."""
+        """Take no more events. May be repeated."""
+        self._closed = True
         self._watch.close()
         if self._turn is not None:
             self._turn.cancel()
@@ -157,12 +162,17 @@ class Driver:
         for event in queue:
             try:
                 effects = self.machine.handle(event, now=now)
-            except AssertionError as exc:
+            except Exception as exc:
                 self._break(exc)
                 return
             records += effects.records
             actions += effects.actions
-        self._carry_out(records, actions)
+        try:
+            self._carry_out(records, actions)
+        except Exception as exc:
+            # Of what was announced a part is not done, and nobody would ever hear of it.
+            self._break(exc)
+            return
         self._set_timer()
         self.around.log.flush()
 
@@ -198,12 +208,13 @@ class Driver:
         self._timer = self._timer_at = None
         self.post(TimePassed())
 
-    def _break(self, exc: AssertionError) -> None:
+    def _break(self, exc: Exception) -> None:
         """An invariant is broken: tell the story and stop; nothing more is done from this state."""
         log = self.around.log
         for at, event in self.machine.story:
             log.write("error", "story", {"at": at, "event": repr(event)})
-        log.write("error", "broken_invariant", {"reason": str(exc) or "an assertion failed"})
+        where = "".join(traceback.format_exception(exc)[-2:])
+        log.write("error", "broken_invariant", {"reason": repr(exc), "where": where})
         log.flush()
         self.broken = exc
         self.close()
@@ -321,11 +332,16 @@ class Driver:
         demands = [
             Demand(rank.process, ledgers.margin.need_bytes(size)) for rank, size in action.demands
         ]
-        # What was settled by an earlier snapshot was given back by the restore after it.
-        answer = ledgers.host.reserve(action.tenancy, demands)
         failure = None
-        if isinstance(answer, Shortage):
-            failure = Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")
+        try:
+            # What was settled by an earlier snapshot was given back by the restore after it.
+            answer = ledgers.host.reserve(action.tenancy, demands)
+        except OSError as exc:
+            text = f"host memory: how much there is cannot be read: {exc}"
+            failure = Reason(cause=Cause.NO_HOST_MEMORY, text=text)
+        else:
+            if isinstance(answer, Shortage):
+                failure = Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")
         self.post(MemoryReserved(op=action.op, failure=failure))
 
     async def _reserve_device_memory(self, action: ReserveDeviceMemory) -> Event:

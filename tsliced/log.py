@@ -28,14 +28,23 @@ class Log:
         self._lines: list[str] = []
         # The journal adds the time itself and wants to be told the priority.
         self._to_journal = "JOURNAL_STREAM" in os.environ
+        # Formatting the time of day costs more than the rest of a line.
+        self._second, self._prefix = -1, ""
 
     def write(self, level: str, kind: str, facts: Mapping[str, Fact]) -> None:
         """Add a line; facts that are None are left out."""
         if LEVELS[level] < self._least:
             return
         words = [f"{key}={_quoted(value)}" for key, value in facts.items() if value is not None]
-        head = _PRIORITIES[level] if self._to_journal else f"{_clock()} {level.upper():7} "
+        head = _PRIORITIES[level] if self._to_journal else f"{self._clock()} {level.upper():7} "
         self._lines.append(f"{head}{kind} {' '.join(words)}\n")
+
+    def _clock(self) -> str:
+        now = time.time()
+        second = int(now)
+        if second != self._second:
+            self._second, self._prefix = second, time.strftime("%H:%M:%S", time.localtime(now))
+        return f"{self._prefix}.{int((now - second) * 1000):03d}"
 
     def flush(self) -> None:
         """Write what was collected. A log that cannot be written stops nobody."""
@@ -50,13 +59,8 @@ class Log:
             return
 
 
-def _clock() -> str:
-    now = time.time()
-    return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d}"
-
-
 def _quoted(value: Fact) -> str:
-    if isinstance(value, float):
+    if value.__class__ is float:
         return f"{value:.6g}"
     text = str(value)
-    return text if text and text.isprintable() and " " not in text else repr(text)
+    return text if text and " " not in text and text.isprintable() else repr(text)

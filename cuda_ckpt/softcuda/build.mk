@@ -10,7 +10,7 @@ SOFTCUDA_BUILD_550 := build/softcuda-550
 
 SOFTCUDA_CFLAGS := -std=gnu11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -pthread \
 	-Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wvla
-SOFTCUDA_LDFLAGS := -pthread -Wl,-z,defs -Wl,-z,now
+SOFTCUDA_LDFLAGS := -pthread -Wl,-z,defs -Wl,-z,now -Wl,-z,nodelete
 
 SOFTCUDA_SHARED := activity clock config faults ledger process uuid
 SOFTCUDA_DRIVER := caller collective context control devices driver driver_memory errors gate \

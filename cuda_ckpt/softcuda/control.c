@@ -19,6 +19,7 @@
 
 enum { PEERS_POLL_MS = 5, RECEIVE_LIMIT_S = 10 };
 
+static pthread_mutex_t serving = PTHREAD_MUTEX_INITIALIZER;
 static int listener = -1;
 static int connection = -1;
 static int thread_id;
@@ -171,9 +172,11 @@ static void *serve_all(void *unused)
         connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0)
             continue;
+        pthread_mutex_lock(&serving);
         serve();
         close(connection);
         connection = -1;
+        pthread_mutex_unlock(&serving);
     }
     return NULL;
 }
@@ -191,6 +194,13 @@ bool control_start(void)
     return error == 0;
 }
 
+/* Waits until the request in flight is answered. */
+void control_drain(void)
+{
+    pthread_mutex_lock(&serving);
+    pthread_mutex_unlock(&serving);
+}
+
 /* A forked child must not keep the parent's sockets: whoever asks for a dead parent would wait
  * for an answer for ever. */
 void control_reset(void)
@@ -200,4 +210,5 @@ void control_reset(void)
     if (connection >= 0)
         close(connection);
     listener = connection = -1;
+    pthread_mutex_init(&serving, NULL);
 }

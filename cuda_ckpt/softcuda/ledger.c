@@ -81,30 +81,46 @@ static void fill_geometry(struct ledger *ledger, uint32_t device_count, uint32_t
         ledger->instance = monotonic_ns() ^ (uint64_t)getpid();
 }
 
-/* Called with the file locked. A file of size 0 is new. */
-static int map_file(int descriptor)
+/* Gives a new file its size and its devices. The space is allocated now, since a full file system
+ * would otherwise show as SIGBUS later; the magic comes last, so that a file whose maker was
+ * killed counts as new. */
+static int make_file(int descriptor)
 {
-    struct stat status;
-    if (fstat(descriptor, &status))
-        return errno;
-    bool is_new = status.st_size == 0;
     uint32_t devices = (uint32_t)config_number("SOFTCUDA_DEVICES", 2, 1, MAX_DEVICES);
     uint32_t pages = (uint32_t)config_number("SOFTCUDA_MEM_MIB", 512, 2, MAX_PAGES * 2L) / 2;
     size_t size = sizeof(struct ledger) + devices * pages * sizeof(uint16_t);
-    if (!is_new)
-        size = (size_t)status.st_size;
-    else if (ftruncate(descriptor, (off_t)size) || fchmod(descriptor, 0666))
+    if (ftruncate(descriptor, 0) || fchmod(descriptor, 0666))
         return errno;
+    int error = posix_fallocate(descriptor, 0, (off_t)size);
+    if (error)
+        return error;
     struct ledger *map = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (map == MAP_FAILED)
         return errno;
-    if (is_new) {
-        fill_geometry(map, devices, pages);
-        map->magic = LEDGER_MAGIC;
-    } else if (size < sizeof(struct ledger) || map->magic != LEDGER_MAGIC) {
-        munmap(map, size);
+    fill_geometry(map, devices, pages);
+    map->magic = LEDGER_MAGIC;
+    munmap(map, size);
+    return 0;
+}
+
+/* Called with the file locked. */
+static int map_file(int descriptor)
+{
+    struct stat status;
+    uint64_t magic = 0;
+    if (pread(descriptor, &magic, sizeof magic, 0) < 0)
+        return errno;
+    int error = magic ? 0 : make_file(descriptor);
+    if (error)
+        return error;
+    if (fstat(descriptor, &status))
+        return errno;
+    size_t size = (size_t)status.st_size;
+    if ((magic && magic != LEDGER_MAGIC) || size < sizeof(struct ledger))
         return EPROTO;
-    }
+    struct ledger *map = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (map == MAP_FAILED)
+        return errno;
     handle.map = map;
     handle.size = size;
     return 0;
@@ -194,6 +210,13 @@ static bool is_alive(int slot)
     return fcntl(handle.descriptor, F_OFD_GETLK, &lease) == 0 && lease.l_type != F_UNLCK;
 }
 
+static void drop_lease(void)
+{
+    if (handle.lease >= 0)
+        close(handle.lease);
+    handle.lease = -1;
+}
+
 static bool take_lease(int slot)
 {
     char path[4096];
@@ -201,7 +224,10 @@ static bool take_lease(int slot)
         .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LEASE_BASE + slot, .l_len = 1};
     snprintf(path, sizeof path, "/proc/self/fd/%d", handle.descriptor);
     handle.lease = open(path, O_RDWR | O_CLOEXEC); /* its own open file, so its own lock */
-    return handle.lease >= 0 && fcntl(handle.lease, F_OFD_SETLK, &lease) == 0;
+    if (handle.lease >= 0 && fcntl(handle.lease, F_OFD_SETLK, &lease) == 0)
+        return true;
+    drop_lease();
+    return false;
 }
 
 void ledger_reap(void)
@@ -222,6 +248,7 @@ void ledger_reap(void)
 int ledger_register(void)
 {
     struct process_identity self;
+    const char *peer_group = config_text("SOFTCUDA_IPC_GROUP", "");
     int slot = 0;
     if (!process_identify_self(&self))
         return NO_SLOT;
@@ -234,8 +261,9 @@ int ledger_register(void)
     entry->pid = self.innermost_pid;
     entry->start_time = self.start_time;
     entry->pid_namespace = process_own_namespace();
-    snprintf(entry->peer_group, sizeof entry->peer_group, "%s",
-             config_text("SOFTCUDA_IPC_GROUP", ""));
+    if (strlen(peer_group) >= sizeof entry->peer_group)
+        complain("SOFTCUDA_IPC_GROUP=%s is cut to %d bytes", peer_group, PEER_GROUP_BYTES - 1);
+    snprintf(entry->peer_group, sizeof entry->peer_group, "%s", peer_group);
     entry->used = true;
     return slot;
 }
@@ -243,8 +271,7 @@ int ledger_register(void)
 void ledger_withdraw(int slot)
 {
     memset(&handle.map->processes[slot], 0, sizeof handle.map->processes[slot]);
-    close(handle.lease);
-    handle.lease = -1;
+    drop_lease();
 }
 
 int ledger_find(int pid, uint64_t start_time)

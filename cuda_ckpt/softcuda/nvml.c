@@ -70,7 +70,7 @@ static enum nvml_result enter(const void *answer)
 {
     struct fault fault = faults_for(FAULT_NVML);
     fault_before(&fault);
-    if (fault.kind == FAULT_ERROR)
+    if (fault.kind == FAULT_ERROR && fault.code != NVML_SUCCESS)
         return (enum nvml_result)fault.code;
     while (fault.kind == FAULT_HANG)
         sleep_ms(1000);

@@ -69,8 +69,15 @@ enum fault_operation {
 
 struct fault {
     unsigned delay_ms;
-    enum { FAULT_NONE, FAULT_ERROR, FAULT_FAIL, FAULT_HANG, FAULT_SEGV, FAULT_DIE_BEFORE,
-           FAULT_DIE_AFTER } kind;
+    enum {
+        FAULT_NONE,
+        FAULT_ERROR,
+        FAULT_FAIL,
+        FAULT_HANG,
+        FAULT_SEGV,
+        FAULT_DIE_BEFORE,
+        FAULT_DIE_AFTER,
+    } kind;
     int code;
 };
 
@@ -95,7 +102,7 @@ void pool_reset(void);
 enum result devices_choose(void);
 unsigned devices_visible(void);
 unsigned device_physical(unsigned ordinal);
-/* Applies a restore's device map. The map must name every visible device once. */
+/* Reads a restore's device map, which must name every visible device once, into `physical`. */
 enum result devices_check_pairs(const struct gpu_pair *pairs, unsigned count,
                                 unsigned physical[MAX_DEVICES]);
 void devices_migrate(const unsigned physical[MAX_DEVICES]);
@@ -209,7 +216,9 @@ enum result operation_run(const struct request *request);
 
 bool control_listen(int slot, uint64_t start_time);
 bool control_start(void);
+void control_drain(void);
 void control_reset(void);
+
 /* Name of a target's control socket; returns the length for bind and connect. */
 struct sockaddr_un;
 unsigned control_address(struct sockaddr_un *address, int slot, uint64_t start_time);

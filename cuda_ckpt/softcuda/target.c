@@ -89,4 +89,5 @@ __attribute__((destructor)) static void leave(void)
         return;
     if (gate_enter() == RESULT_SUCCESS)
         gate_leave();
+    control_drain(); /* whoever let us go is told so before we are gone */
 }

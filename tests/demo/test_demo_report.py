@@ -18,11 +18,11 @@ from demo.report import (
 )
 from libtimeslice.protocol import Message
 
-JOB_A = {"cluster": "", "uid": 1, "id": "a"}
-JOB_B = {"cluster": "", "uid": 1, "id": "b"}
+JOB_A = "1000/a"
+JOB_B = "mars/1000/b"
 
 
-def event(kind: str, at: float, job: Message, **facts: object) -> Message:
+def event(kind: str, at: float, job: str, **facts: object) -> Message:
     return {"seq": 0, "kind": kind, "at": at, "level": "info", "job": job, **facts}
 
 
@@ -33,11 +33,11 @@ HISTORY = [
     event("granted", 100.0, JOB_A, lease="a1"),
     event("released", 103.0, JOB_A, lease="a0"),
     event("released", 104.0, JOB_A, lease="a1"),
-    event("operation", 105.0, JOB_A, verb="snapshot", seconds=0.9, bytes=300, ok=True),
+    event("operation", 105.0, JOB_A, verb="snapshot", seconds=0.9, bytes=300, reason=None),
     event("evicted", 105.0, JOB_A, seconds=1.0),
-    event("operation", 106.0, JOB_B, verb="restore", seconds=0.7, bytes=200, ok=True),
-    event("operation", 106.0, JOB_B, verb="restore", seconds=0.5, bytes=100, ok=True),
-    event("operation", 106.0, JOB_B, verb="restore", seconds=9.0, bytes=100, ok=False),
+    event("operation", 106.0, JOB_B, verb="restore", seconds=0.7, bytes=200, reason=None),
+    event("operation", 106.0, JOB_B, verb="restore", seconds=0.5, bytes=100, reason=None),
+    event("operation", 106.0, JOB_B, verb="restore", seconds=9.0, bytes=100, reason="no room"),
     event("admitted", 106.0, JOB_B, seconds=1.0),
     event("granted", 106.0, JOB_B, lease="b0"),
     event("released", 109.0, JOB_B, lease="b0"),
@@ -46,6 +46,7 @@ SPAN = (100.0, 110.0)
 
 
 def shares(duty: Duty) -> tuple[float, float, float]:
+    assert duty.kernel is not None
     return round(duty.held, 6), round(duty.useful, 6), round(duty.kernel, 6)
 
 
@@ -68,7 +69,11 @@ def test_operations_count_what_succeeded_and_add_up_bytes() -> None:
     restore = found["restore"]
     assert (restore.count, restore.moved_bytes) == (2, 300)
     assert (restore.p50_s, restore.p95_s) == (0.5, 0.7)
+
+
+def test_an_eviction_that_moves_nothing_is_no_switch() -> None:
     assert count_switches(HISTORY) == 1
+    assert count_switches([*HISTORY, event("evicted", 111.0, JOB_B, seconds=0.0)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,7 @@ def test_overlapping_times_count_once() -> None:
 def test_tables_show_percent_and_milliseconds() -> None:
     lines = duty_lines([Duty(name="group g", held=0.914, useful=0.7, kernel=0.049)])
     assert lines[1].split() == ["group", "g", "91%", "70%", "5%"]
+    assert duty_lines([Duty(name="g", held=1, useful=1, kernel=None)])[1].split()[-1] == "-"
     assert operation_lines(operations(HISTORY))[1].split() == [
         "snapshot", "1", "900", "ms", "900", "ms", "300", "B"
     ]  # fmt: skip

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from libtimeslice.errors import ProtocolError
+from libtimeslice.lease import LeaseView
 from libtimeslice.protocol import (
-    Acquire,
     Ack,
+    Acquire,
     Bye,
     Cancel,
     FrameReader,
@@ -37,8 +39,42 @@ from libtimeslice.protocol import (
     parse_untrusted,
     reply,
 )
+from libtimeslice.session import LeaseState
 
 LIMIT_S = 10.0
+
+
+class Background:
+    """A call in a thread, whose outcome is fetched with a limit."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), "the call did not return"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+
+def state_of(lease: LeaseView) -> LeaseState:
+    """A lease's state now: a type checker takes an attribute to keep what was seen in it."""
+    return lease.state
 
 
 @dataclass(eq=False)
@@ -52,6 +88,7 @@ class FakeSession:
     connection: FakeConnection | None = None
     answers: dict[int, Message] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
 
     def send(self, message: Message) -> None:
         if self.connection is not None:
@@ -86,10 +123,15 @@ class FakeConnection:
         self.sock = sock
         self.session: FakeSession | None = None
         self.ids = itertools.count(1)
+        #: Collects what would be sent.
+        self.catch: list[Message] | None = None
         self.thread = threading.Thread(target=self._run, name="fake-daemon", daemon=True)
         self.thread.start()
 
     def send(self, message: Message) -> None:
+        if self.catch is not None:
+            self.catch.append(message)
+            return
         with contextlib.suppress(OSError):
             self.sock.sendall(encode(message))
 
@@ -120,6 +162,9 @@ class FakeDaemon:
         self.grace_s = 5.0
         self.ack_s: float | None = None
         self.mute_timeouts = False
+        #: Whether the cancel of an acquire that did not come yet holds for when it comes.
+        self.remembers_cancels = True
+        self.granted = 0
         self.changed = threading.Condition(threading.RLock())
         self.log: list[Message] = []
         self.sessions: dict[str, FakeSession] = {}
@@ -220,6 +265,12 @@ class FakeDaemon:
                 id=1, groups=groups, phase=None, ranks=None, arrive="all", timeout_s=None
             )
             self.waiting.append(Waiting(session, request, groups))
+            self._tell_contended()
+
+    def clear_queue(self) -> None:
+        """Nobody waits any more."""
+        with self.changed:
+            self.waiting.clear()
             self._tell_contended()
 
     def end_lease(self, lease: str, reason: str) -> None:
@@ -394,6 +445,9 @@ class FakeDaemon:
     # -- arbitration
 
     def _acquire(self, session: FakeSession, request: Acquire) -> None:
+        if request.id in session.cancelled:
+            self._refuse(session, request.id, "cancelled", "before it came")
+            return
         groups = request.groups or self.groups
         unknown = [group for group in groups if group not in self.groups]
         if unknown:
@@ -452,6 +506,7 @@ class FakeDaemon:
 
     def _grant(self, party: list[Waiting]) -> None:
         round_id = next(self._rounds)
+        self.granted += len(party)
         for waiting in party:
             self.waiting.remove(waiting)
             lease = f"lease-{round_id}-{waiting.session.name}-{waiting.request.id}"
@@ -490,6 +545,8 @@ class FakeDaemon:
                 self._answer(session, request.id, cancelled=True)
                 self._tell_contended()
                 return
+        if request.acquire not in session.asked and self.remembers_cancels:
+            session.cancelled.add(request.acquire)
         self._answer(session, request.id, cancelled=False)
 
     def _tell_contended(self) -> None:

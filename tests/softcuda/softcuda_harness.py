@@ -235,6 +235,18 @@ def reach(caller: Agent, pid: int, operation: str) -> int:
     return int(caller.value("state", pid))
 
 
+def park(caller: Agent, pid: int) -> None:
+    """Takes a running target off its devices."""
+    assert caller.result("lock", pid) == 0
+    assert caller.result("checkpoint", pid) == 0
+
+
+def wake(caller: Agent, pid: int) -> None:
+    """Brings a parked target back."""
+    assert caller.result("restore", pid) == 0
+    assert caller.result("unlock", pid) == 0
+
+
 def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Polls for something that no event announces."""
     end = time.monotonic() + limit_s

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from softcuda_harness import (
     FAILED,
+    LOCKED,
     MIB,
     OPERATIONS,
     Agent,
@@ -32,6 +33,15 @@ def test_an_injected_error_changes_nothing(machine: Machine, caller: Agent, oper
     assert caller.value("state", target.pid) == before
     machine.fault()
     assert caller.result(operation, target.pid) == 0
+
+
+def test_a_success_may_be_a_lie(machine: Machine, caller: Agent) -> None:
+    target = machine.target(10)
+    caller.value("lock", target.pid)
+    machine.fault("checkpoint * * error:0")
+    assert caller.result("checkpoint", target.pid) == 0
+    assert caller.value("state", target.pid) == LOCKED
+    assert machine.target().agent.value("memory_info")[0] == 54 * MIB
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

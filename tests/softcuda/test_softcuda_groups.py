@@ -55,15 +55,14 @@ def test_a_question_about_a_linked_rank_may_be_given_up(machine: Machine, caller
     assert caller.value("state", second.pid) == RUNNING
 
 
-def slow_pair(machine: Machine, mode: str) -> list[Target]:
-    """Two linked ranks, both locked, whose checkpoints take a while."""
+def linked_pair(machine: Machine, mode: str) -> list[Target]:
     return [machine.target(2, SOFTCUDA_IPC_GROUP="job", SOFTCUDA_IPC_MODE=mode) for _ in range(2)]
 
 
 def test_ranks_of_one_launch_may_be_taken_off_one_after_the_other(
     machine: Machine, caller: Agent
 ) -> None:
-    targets = slow_pair(machine, "parallel-hang")
+    targets = linked_pair(machine, "parallel-hang")
     for operation in ("lock", "checkpoint", "restore", "unlock"):
         for target in targets:
             assert caller.result(operation, target.pid) == 0
@@ -73,29 +72,29 @@ def test_ranks_of_one_launch_may_be_taken_off_one_after_the_other(
 def test_parallel_operations_on_linked_ranks_may_be_refused(
     machine: Machine, caller: Agent
 ) -> None:
-    first, second = slow_pair(machine, "parallel-refuse")
+    first, second = linked_pair(machine, "parallel-refuse")
     for target in (first, second):
         caller.value("lock", target.pid)
-    machine.fault(f"checkpoint {first.pid} * delay:400")
-    running = caller.start("checkpoint", first.pid, thread="first")
-    assert running.is_blocked()
+    machine.fault(f"checkpoint {first.pid} * hang")
+    assert caller.start("checkpoint", first.pid, thread="first").is_blocked()
     assert caller.result("checkpoint", second.pid) == 801
     assert caller.value("state", second.pid) == LOCKED
-    assert running.wait()[0] == 0
+    first.agent.kill()
+    assert caller.result("checkpoint", second.pid) == 0
 
 
 def test_parallel_operations_on_linked_ranks_may_hang_for_ever(
     machine: Machine, caller: Agent
 ) -> None:
-    first, second = slow_pair(machine, "parallel-hang")
+    first, second = linked_pair(machine, "parallel-hang")
     for target in (first, second):
         caller.value("lock", target.pid)
-    machine.fault(f"checkpoint {first.pid} * delay:300")
-    running = caller.start("checkpoint", first.pid, thread="first")
-    assert running.is_blocked()
+    machine.fault(f"checkpoint {first.pid} * hang")
+    assert caller.start("checkpoint", first.pid, thread="first").is_blocked()
     hung = caller.start("checkpoint", second.pid, thread="second")
-    assert running.wait()[0] == 0
     assert hung.is_blocked()
+    first.agent.kill()
+    assert hung.is_blocked(), "it does not come back when the other is gone"
     second.agent.kill()
     assert hung.wait()[0] == 304
 

@@ -33,10 +33,11 @@ def test_a_caller_killed_in_an_operation_wedges_the_target_for_ever(
 ) -> None:
     target = machine.target(2)
     reach(caller, target.pid, operation)
-    machine.fault(f"{operation} * * delay:200")
+    target.agent.process.send_signal(signal.SIGSTOP)  # so that the kill comes in time
     doomed = machine.agent()
-    assert doomed.start(operation, target.pid).is_blocked(for_s=0.1)
+    assert doomed.start(operation, target.pid).is_blocked(for_s=0.05)
     doomed.kill()
+    target.agent.process.send_signal(signal.SIGCONT)
     wait_until(lambda: target.agent.start("memory_info").is_blocked(for_s=0.3))
     asked = caller.start("state", target.pid)
     assert asked.is_blocked(for_s=0.3)
@@ -45,23 +46,39 @@ def test_a_caller_killed_in_an_operation_wedges_the_target_for_ever(
 
 
 def test_a_caller_killed_while_its_lock_waits_wedges_the_target(
-    machine: Machine, caller: Agent
+    machine: Machine, caller: Agent, tmp_path: Path
 ) -> None:
-    target = machine.target()
-    target.agent.value("launch", 300)
+    target, peer, group = machine.target(), machine.target(), str(tmp_path / "group")
+    assert target.agent.result("all_reduce", group, 2, 0, 1) == 0
     doomed = machine.agent()
-    assert doomed.start("lock", target.pid).is_blocked(for_s=0.1)
+    assert doomed.start("lock", target.pid).is_blocked(for_s=0.05)
     doomed.kill()
-    assert target.agent.start("synchronize").is_blocked(for_s=0.4)
-    assert caller.start("unlock", target.pid).is_blocked()
+    assert peer.agent.result("all_reduce", group, 2, 1, 0) == 0
+    stuck = target.agent.start("synchronize")
+    unlock = caller.start("unlock", target.pid)
+    assert all_blocked(stuck, unlock, for_s=0.3)
+
+
+def test_a_caller_killed_while_bytes_move_wedges_the_target(
+    make_machine: MakeMachine,
+) -> None:
+    machine = make_machine(SOFTCUDA_THROTTLE_MBPS="40")
+    target, caller, doomed = machine.target(40), machine.agent(), machine.agent()
+    caller.value("lock", target.pid)
+    assert doomed.start("checkpoint", target.pid).is_blocked(for_s=0.05)
+    doomed.kill()
+    observer = machine.target().agent
+    wait_until(lambda: observer.value("memory_info")[0] == 64 * MIB)
+    assert caller.start("state", target.pid).is_blocked(), "though the copy came to its end"
 
 
 def test_a_caller_killed_over_a_question_does_no_harm(machine: Machine, caller: Agent) -> None:
     target = machine.target()
-    machine.fault("state * 1 delay:300")
+    target.agent.process.send_signal(signal.SIGSTOP)
     doomed = machine.agent()
-    assert doomed.start("state", target.pid).is_blocked(for_s=0.1)
+    assert doomed.start("state", target.pid).is_blocked(for_s=0.05)
     doomed.kill()
+    target.agent.process.send_signal(signal.SIGCONT)
     assert caller.value("state", target.pid) == RUNNING
     assert target.agent.result("memory_info") == 0
 
@@ -86,7 +103,7 @@ NOBODY = 65534
 @pytest.fixture
 def root() -> None:
     if os.geteuid() != 0:
-        pytest.skip("another user's processes need root")
+        pytest.skip("this needs root")
 
 
 @pytest.mark.usefixtures("root")

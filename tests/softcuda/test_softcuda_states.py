@@ -77,15 +77,25 @@ def test_a_lock_waits_for_the_work_in_flight(machine: Machine, caller: Agent) ->
     assert time.monotonic() - before >= 0.4
 
 
-def test_a_lock_waits_for_a_call_in_flight(machine: Machine, caller: Agent) -> None:
-    target = machine.target()
-    target.agent.value("launch", 300)
+def test_a_lock_waits_for_a_call_in_flight(machine: Machine, caller: Agent, tmp_path: Path) -> None:
+    target, second, group = machine.target(), machine.target(), str(tmp_path / "group")
+    assert target.agent.result("all_reduce", group, 2, 0, 1) == 0
     waiting = target.agent.start("synchronize")
-    waiting.wait_started()
+    assert waiting.is_blocked()
     lock = caller.start("lock", target.pid, 10_000)
-    assert lock.wait()[0] == 0
-    assert waiting.wait()[0] == 0
-    assert waiting.ended_at <= lock.ended_at + 0.2
+    assert lock.is_blocked()
+    assert second.agent.result("all_reduce", group, 2, 1, 0) == 0
+    assert (waiting.wait()[0], lock.wait()[0]) == (0, 0)
+
+
+def test_a_lock_waits_for_a_call_that_queues_no_work(machine: Machine, caller: Agent) -> None:
+    target = machine.target()
+    machine.fault("alloc * * delay:700")
+    allocating = target.agent.start("allocate", MIB)
+    assert allocating.is_blocked(for_s=0.05)
+    assert caller.result("lock", target.pid, 50) == 600
+    assert caller.result("lock", target.pid) == 0
+    assert allocating.wait()[0] == 0
 
 
 def test_calls_of_a_locked_target_block_until_it_is_unlocked(
@@ -122,8 +132,8 @@ def test_calls_that_come_while_a_lock_waits_are_blocked_and_let_go_when_it_gives
     machine: Machine, caller: Agent
 ) -> None:
     target = machine.target()
-    target.agent.value("launch", 3000)
-    lock = caller.start("lock", target.pid, 600)
+    target.agent.value("launch", 5000)
+    lock = caller.start("lock", target.pid, 1000)
     assert lock.is_blocked()
     late = target.agent.start("memory_info")
     assert late.is_blocked()
@@ -234,6 +244,21 @@ def test_a_forked_child_does_not_keep_a_dead_parent_alive(machine: Machine, call
         assert caller.result("state", child) == 3
         assert caller.result("state", target.pid) == 1
         assert machine.target(60).is_intact()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_does_not_keep_a_caller_of_its_dead_parent_waiting(
+    machine: Machine, caller: Agent
+) -> None:
+    target = machine.target()
+    child, *_ = target.agent.value("fork")
+    try:
+        target.agent.process.send_signal(signal.SIGSTOP)
+        asked = caller.start("state", target.pid)
+        assert asked.is_blocked()
+        target.agent.kill()
+        assert asked.wait()[0] == 304
     finally:
         os.kill(child, signal.SIGKILL)
 

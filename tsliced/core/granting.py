@@ -304,22 +304,27 @@ class Granting:
         self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
         if round_.state is RoundState.GATHERING:
             return
+        free: list[Arbiter] = []
         for group in round_.groups:
             arbiter = self.arbiters[group]
             was_chosen = arbiter.chosen == round_.id
             last_waiter = len(arbiter.queue) == 1
             arbiter.leave(round_.id)
             if was_chosen:
-                self._choose_next(arbiter, now)
+                free.append(arbiter)
             elif arbiter.chosen is not None and last_waiter and not arbiter.queue:
                 self._tell_contended(self.rounds[arbiter.chosen])
+        # Only when it has left all of them: whoever is chosen for one goes on to the next.
+        for arbiter in free:
+            self._choose_next(arbiter, now)
         if round_.state is RoundState.MOVING:
             self._spare(round_, now)
 
     def _choose_next(self, arbiter: Arbiter, now: float) -> None:
-        chosen = arbiter.choose(now=now)
-        if chosen is not None:
-            self.advance(self.rounds[chosen], now)
+        arbiter.choose(now=now)
+        # A round that was let go on just before may have had this one chosen on its way.
+        if arbiter.chosen is not None:
+            self.advance(self.rounds[arbiter.chosen], now)
 
     def _spare(self, round_: Round, now: float) -> None:
         """Turn back the evictions that only this round needed."""
@@ -444,6 +449,7 @@ class Granting:
                     self.out.append(
                         TellRankLost(session=session.id, lease=lease.id, pid=process.pid, text=text)
                     )
+        self.out += self.tenancies.drop(key)
         self.forget_job(key.job)
         for group in key.groups:
             if (chosen := self.arbiters[group].chosen) is not None:

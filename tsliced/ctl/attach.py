@@ -82,11 +82,11 @@ def hold(options: argparse.Namespace, process: int) -> int:
     """Holds a lease for the job until the process ends or Ctrl-C."""
     with open_client(options) as client, lease_for(options, client) as lease:
         facts = facts_of(lease, client)
-        if options.json:
-            print_json({**facts, "pid": options.pid})
-        else:
-            print(facts["lease"], flush=True)
         try:
+            if options.json:
+                print_json({**facts, "pid": options.pid})
+            else:
+                print(facts["lease"], flush=True)
             while not select.select([process], [], [], LOOK_S)[0]:
                 if is_lost(lease):
                     raise CommandError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from libtimeslice.connection import ConnectionLost
 from libtimeslice.errors import DaemonUnreachable
@@ -115,7 +115,7 @@ def _print_line(event: Message) -> None:
 def event_line(event: Message) -> str:
     """Returns one event as a line: its number, local time, kind, job and facts as key=value."""
     parts = [f"{event['seq']:>6}", clock(event["at"]), f"{event['kind']:<16}"]
-    if isinstance(event.get("job"), Mapping):
+    if event.get("job"):
         parts.append(f"job={job_text(event['job'])}")
     parts += [
         f"{name}={_fact_text(name, value)}"

@@ -36,6 +36,8 @@ from tsliced.ctl.options import add_common_options, add_lease_options
 _REQUEST = b"release\n"
 #: A holder that is asked to release has so long to do it, seconds.
 RELEASE_LIMIT_S = 30.0
+#: A holder that has told that it failed has so long to end, seconds.
+END_LIMIT_S = 10.0
 _MAX_ANSWER = 65536
 
 
@@ -48,6 +50,8 @@ def start(options: argparse.Namespace) -> dict[str, object]:
     Raises CommandError with what it failed of. If the wait is interrupted, nothing is left behind.
     """
     runtime_directory()  # say what is wrong with it before waiting in a queue
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _end)
     child = subprocess.Popen(
         [sys.executable, "-m", "tsliced.ctl.holder", *_arguments(options)],
         stdin=subprocess.DEVNULL,
@@ -63,7 +67,7 @@ def start(options: argparse.Namespace) -> dict[str, object]:
         raise
     if "lease" in told:
         return dict(told)
-    child.wait()
+    child.wait(END_LIMIT_S)
     error = told.get("error") or {"code": "internal", "message": "the holder ended", "status": 1}
     raise CommandError(error["message"], code=error["code"], status=error["status"])
 
@@ -155,6 +159,8 @@ def main() -> int:
         return _tell_failure(failure_from(error))
     except CommandError as error:
         return _tell_failure(error)
+    except BrokenPipeError:
+        return FAILED  # nobody is there to be told; the lease is released already
 
 
 def _hold(listener: socket.socket, lease: Lease) -> int:

@@ -7,12 +7,15 @@ it: which lease, what is printed of it, and how its loss is noticed.
 from __future__ import annotations
 
 import argparse
+import logging
 
 from libtimeslice import TimeSlice, connect
 from libtimeslice.lease import Lease, LeaseContext
 from libtimeslice.session import LeaseState
 from tsliced.ctl.calls import job_of, socket_of
 
+#: A daemon that is not there is reported soon; one that restarts later is waited for, see grace.
+CONNECT_LIMIT_S = 1.0
 #: How often a holder looks whether its lease still stands, seconds.
 LOOK_S = 1.0
 
@@ -23,11 +26,14 @@ def open_client(options: argparse.Namespace) -> TimeSlice:
     This process does no device work, so that it has nothing to finish before a release. Variables
     that make a training script run unshared are not for us: who asks for a lease means it.
     """
+    # What the library would log, the commands say in their own words.
+    logging.getLogger("libtimeslice").addHandler(logging.NullHandler())
     return connect(
         socket=socket_of(options),
         job=job_of(options),
         mode="require",
         ranks=getattr(options, "ranks", 1),
+        connect_timeout_s=CONNECT_LIMIT_S,
         last_turn_s=0.0,
         synchronize=False,
     )

@@ -60,8 +60,8 @@ def hold_in_foreground(options: argparse.Namespace) -> int:
     # All that ends us runs the same way, through the end of the `with`.
     signal.signal(signal.SIGTERM, _end)
     with open_client(options) as client, lease_for(options, client) as lease:
-        _print_grant(facts_of(lease, client), as_json=options.json)
         try:
+            _print_grant(facts_of(lease, client), as_json=options.json)
             while not _input_ended():
                 if is_lost(lease):
                     raise CommandError(

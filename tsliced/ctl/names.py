@@ -19,8 +19,10 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def job_text(job: Message) -> str:
-    """Returns the job's id, led by its cluster where it has one."""
+def job_text(job: Message | str) -> str:
+    """Returns the job's id, led by its cluster where it has one; a text stays as it is."""
+    if isinstance(job, str):
+        return printable(job)
     cluster, identifier = printable(job["cluster"]), printable(job["id"])
     return f"{cluster}/{identifier}" if cluster else identifier
 

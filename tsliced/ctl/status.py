@@ -93,10 +93,9 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
 
 def _daemon_line(status: Message) -> str:
     memory: Mapping[str, int] = status.get("memory") or {}
-    driver = status.get("driver") or "unknown"
     return (
         f"tsliced {status['version']} on {status['host']}, pid {status['pid']}, "
-        f"up {duration(status['uptime_s'])}; {status['hardware']} driver {driver}, "
+        f"up {duration(status['uptime_s'])}; driver {status.get('driver') or 'unknown'}, "
         f"backend {status['backend']}; {status['sessions']} sessions; "
         f"host memory {size(memory.get('available_bytes'))} available, "
         f"{size(memory.get('reserved_bytes'))} reserved"
@@ -104,7 +103,8 @@ def _daemon_line(status: Message) -> str:
 
 
 def _group_row(group: Message) -> list[str]:
-    holder: Message | None = group["holder"]
+    # While state is moved nobody holds the group yet; then it is who will that matters.
+    holder: Message | None = group["holder"] or group.get("next")
     devices: list[Message] = group["devices"]
     return [
         group["name"],
@@ -163,8 +163,8 @@ def _job_lines(jobs: Sequence[Message], *, colour: bool) -> list[str]:
             str(job["ranks"]),
             size(job["device_bytes"]),
             size(job["parked_bytes"]),
-            duration(job["held_s"]),
-            duration(job["waited_s"]),
+            duration(job["held_s"] or None),
+            duration(job["waited_s"] or None),
             str(job["switches"]),
         ]
         for job in jobs
@@ -175,7 +175,18 @@ def _job_lines(jobs: Sequence[Message], *, colour: bool) -> list[str]:
         if job.get("reason"):
             text = f"{job_text(job['job'])} is {job['state']}: {printable(job['reason'])}"
             lines.append(styled(text, _STYLE_OF_STATE.get(job["state"], "bold"), colour=colour))
+        lines += [_gathering_line(job, gathering) for gathering in job.get("gathering") or ()]
     return lines
+
+
+def _gathering_line(job: Message, gathering: Message) -> str:
+    """Says how many ranks of a round have asked, and which: what is missing is found by that."""
+    arrived = gathering["arrived"]
+    pids = ", ".join(str(pid) for pid in arrived)
+    return (
+        f"{job_text(job['job'])}: {len(arrived)} of {gathering['ranks']} ranks have asked for "
+        f"{', '.join(gathering['groups'])} (pid {pids})"
+    )
 
 
 def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:

@@ -130,6 +130,12 @@ def uid_of(pid: int, *, proc: str = PROC) -> int | None:
     return int(words[0]) if words else None
 
 
+def leader_of(pid: int, *, proc: str = PROC) -> int | None:
+    """Return the process that a thread's id belongs to, which is a process's own; None if gone."""
+    words = read_status_field(pid, "Tgid", proc=proc)
+    return int(words[0]) if words else None
+
+
 def ns_pid(pid: int, *, proc: str = PROC) -> int | None:
     """Return the pid by which a process knows itself, in a container another than ours."""
     words = read_status_field(pid, "NSpid", proc=proc)

@@ -92,6 +92,14 @@ class Scanner:
         """
         uuids = [device for group in groups for device in self._devices_of[group]]
         readings = await self.read(uuids)
+        try:
+            return self._found(readings)
+        except OSError as exc:
+            # Out of descriptors, for instance: that nobody can be looked at is not nobody there.
+            text = f"the processes on the devices cannot be looked at: {exc}"
+            raise ScanFailed(Reason(cause=Cause.DRIVER, text=text)) from exc
+
+    def _found(self, readings: Mapping[DeviceId, DeviceReading]) -> tuple[FoundRank, ...]:
         on: defaultdict[int, list[tuple[DeviceId, int]]] = defaultdict(list)
         for uuid, reading in readings.items():
             for process in reading.processes:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from libtimeslice.protocol import Attach, Message, Register, error_reply, reply
 from tsliced.core.events import RankRegistered
 from tsliced.core.model import GroupName, JobKey, ProcessId
 from tsliced.driver import Driver
+from tsliced.host.backends.base import BackendError
 from tsliced.host.membership import Membership
-from tsliced.host.processes import ProcessLimitError, identify, uid_of
+from tsliced.host.processes import ProcessLimitError, identify, leader_of, uid_of
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Peer
+
+
+class Refusal(NamedTuple):
+    """Why a request cannot be met, for who made it."""
+
+    code: str
+    text: str
 
 
 class Enrolment:
@@ -28,14 +38,9 @@ class Enrolment:
         """Return the answer to a `register` or `attach`."""
         process = peer.process
         if request.pid is not None and request.pid != peer.process.pid:
-            named = identify(request.pid)
-            uid = uid_of(request.pid)
-            if named is None or uid is None:
-                text = f"there is no process {request.pid}"
-                return error_reply(request.id, "no_such_process", text)
-            if not self._authority.may_act_for(peer.uid, uid):
-                text = f"process {request.pid} belongs to uid {uid}, not to uid {peer.uid}"
-                return error_reply(request.id, "not_permitted", text)
+            named = self._named(peer, request.pid)
+            if isinstance(named, Refusal):
+                return error_reply(request.id, *named)
             process = named
         wanted = request.groups if isinstance(request, Attach) else None
         groups = self._authority.groups_for(job.uid)
@@ -45,10 +50,30 @@ class Enrolment:
                 text = f"there is no group {unknown[0]!r} for uid {job.uid}; there are: {known}"
                 return error_reply(request.id, "unknown_group", text)
             groups = tuple(map(GroupName, wanted))
-        if isinstance(request, Attach) and not await self._driver.around.backend.probe(process):
-            text = f"process {process.pid} has no CUDA context: nothing of it could be moved"
-            return error_reply(request.id, "not_cuda", text)
+        if isinstance(request, Attach) and (refusal := await self._probe(process)) is not None:
+            return error_reply(request.id, *refusal)
         return await self._put(process, job, groups, request.id)
+
+    def _named(self, peer: Peer, pid: int) -> ProcessId | Refusal:
+        """Return the process that a peer named, or why it may not be."""
+        process, uid, leader = identify(pid), uid_of(pid), leader_of(pid)
+        if process is None or uid is None or leader is None or identify(pid) != process:
+            return Refusal("no_such_process", f"there is no process {pid}")
+        if leader != pid:
+            return Refusal("no_such_process", f"{pid} is a thread: name its process, {leader}")
+        if not self._authority.may_act_for(peer.uid, uid):
+            text = f"process {pid} belongs to uid {uid}, not to uid {peer.uid}"
+            return Refusal("not_permitted", text)
+        return process
+
+    async def _probe(self, process: ProcessId) -> Refusal | None:
+        try:
+            if await self._driver.around.backend.probe(process):
+                return None
+        except BackendError as exc:
+            return Refusal("unavailable", f"process {process.pid} cannot be looked at: {exc}")
+        text = f"process {process.pid} has no CUDA context: nothing of it could be moved"
+        return Refusal("not_cuda", text)
 
     async def _put(
         self, process: ProcessId, job: JobKey, groups: tuple[GroupName, ...], request: int

@@ -87,6 +87,7 @@ class Client:
     job: JobKey
     connection: Connection | None
     hooks: bool = False
+    tool: bool = False
     #: Requests that are not answered yet.
     open_requests: int = 0
     #: The daemon's own requests, by their ids.
@@ -181,7 +182,9 @@ class Server:
         if client is None or client.connection is not connection:
             return
         self._disconnect(client)
-        self._driver.post(SessionDisconnected(session=client.session))
+        # A tool has one connection, and nothing that it would come back for.
+        ended = SessionClosed if client.tool else SessionDisconnected
+        self._driver.post(ended(session=client.session))
 
     def _disconnect(self, client: Client) -> None:
         client.connection, client.open_requests = None, 0
@@ -240,7 +243,8 @@ class Server:
     def _open(self, connection: Connection, hello: Hello, peer: Peer, job: JobKey) -> None:
         session = SessionId(secrets.token_hex(8))
         groups = self._authority.groups_for(job.uid)
-        client = Client(session, peer, job, connection, hooks="quiesce" in hello.caps)
+        hooks, tool = "quiesce" in hello.caps, hello.role == "tool"
+        client = Client(session, peer, job, connection, hooks=hooks, tool=tool)
         self._clients[session] = client
         connection.session = session
         secret = secrets.token_bytes(16)
@@ -362,7 +366,12 @@ class Server:
             return
 
         async def enrol() -> None:
-            answer = await self._enrolment.enrol(client.peer, client.job, request)
+            try:
+                answer = await self._enrolment.enrol(client.peer, client.job, request)
+            except Exception as exc:
+                # The edge of this task: a mistake of ours in one request must not end the daemon.
+                self._driver.note("bug", "error", reason=f"enrolling a rank: {exc!r}")
+                answer = error_reply(request.id, "internal", "the daemon's log says why")
             client.open_requests = max(0, client.open_requests - 1)
             self._send(client, answer)
 

@@ -28,7 +28,6 @@ STATUS: Message = {
     "uptime_s": 93784.0,
     "driver": "580.95.05",
     "backend": "cuda",
-    "hardware": "nvidia",
     "groups": [
         {
             "name": "trainer",
@@ -48,6 +47,7 @@ STATUS: Message = {
             "lease_since_s": 192.4,
             "phase": "rollout",
             "token": 7,
+            "next": None,
             "resident": [JOB],
             "waiters": 1,
             "queue": [{"job": OTHER, "waited_s": 12.34, "phase": "training"}],
@@ -70,6 +70,7 @@ STATUS: Message = {
             "lease_since_s": None,
             "phase": None,
             "token": None,
+            "next": None,
             "resident": [],
             "waiters": 0,
             "queue": [],
@@ -83,9 +84,10 @@ STATUS: Message = {
             "ranks": 4,
             "device_bytes": 280 * GIB,
             "parked_bytes": 0,
-            "held_s": 3600.0,
-            "waited_s": 60.0,
+            "held_s": 192.4,
+            "waited_s": 0.0,
             "switches": 3,
+            "gathering": [],
             "reason": None,
         },
         {
@@ -94,9 +96,10 @@ STATUS: Message = {
             "ranks": 4,
             "device_bytes": 0,
             "parked_bytes": 100 * GIB,
-            "held_s": 10.0,
-            "waited_s": 5.0,
+            "held_s": 0.0,
+            "waited_s": 12.34,
             "switches": 2,
+            "gathering": [{"groups": ["sampler"], "ranks": 4, "arrived": [31, 32]}],
             "reason": None,
         },
     ],
@@ -127,8 +130,8 @@ EVENTS: list[Message] = [
         "at": 1_700_000_000.25,
         "kind": "queued",
         "level": "info",
-        "job": JOB,
-        "groups": ["trainer"],
+        "job": "0/trainer-7",
+        "groups": "trainer",
         "lease": "L1",
     },
     {
@@ -136,8 +139,8 @@ EVENTS: list[Message] = [
         "at": 1_700_000_001.5,
         "kind": "granted",
         "level": "info",
-        "job": JOB,
-        "groups": ["trainer"],
+        "job": "0/trainer-7",
+        "groups": "trainer",
         "lease": "L1",
         "token": 7,
         "waited_s": 1.25,
@@ -265,6 +268,8 @@ class ScriptedDaemon:
             return None
         if kind == "acquire":
             return self._acquire(connection, message)
+        if kind == "cancel":
+            self._cancel(connection, message)
         answers: dict[str, Message] = {
             "status": {"status": STATUS},
             "ps": {"ranks": RANKS},
@@ -307,6 +312,14 @@ class ScriptedDaemon:
                 text = "not granted in time"
                 return {"re": message["id"], "err": {"code": "timeout", "message": text}}
         return self._grant(message)
+
+    def _cancel(self, connection: socket.socket, message: Message) -> None:
+        with self._lock:
+            cancelled = [one for one in self._pending if one[1]["id"] == message["acquire"]]
+            self._pending = [one for one in self._pending if one not in cancelled]
+        for _, acquire in cancelled:
+            error = {"code": "cancelled", "message": "cancelled by its client"}
+            self._send(connection, {"re": acquire["id"], "err": error})
 
     def _grant(self, message: Message) -> Message:
         self._leases += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
+import select
 import signal
 import subprocess
 import sys
@@ -202,18 +202,23 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(daemon: ScriptedDaemon) -
         "time.sleep(1)\n"
         "print('interrupts', count, flush=True)"
     )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(PYTHON, [PYTHON, "-m", "tsliced.ctl", "run", "--", PYTHON, "-c", program])
-    try:
-        with os.fdopen(terminal, "r+b", buffering=0) as stream:
+    terminal, stdio = os.openpty()
+    process = subprocess.Popen(
+        # A session whose terminal this is: what is typed there becomes a signal to its foreground.
+        ["setsid", "--ctty", PYTHON, "-m", "tsliced.ctl", "run", "--", PYTHON, "-c", program],
+        stdin=stdio,
+        stdout=stdio,
+        stderr=stdio,
+    )
+    os.close(stdio)
+    with os.fdopen(terminal, "r+b", buffering=0) as stream, process:
+        try:
             assert stream.readline().strip() == b"ready"
             stream.write(b"\x03")
-            shown = stream.readline()
-        assert shown.strip().endswith(b"interrupts 1")
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            assert stream.readline().strip().endswith(b"interrupts 1")
+            assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
 
 
 # --- acquire and release ---------------------------------------------------------------------
@@ -253,8 +258,6 @@ def test_acquire_leaves_a_holder_behind_that_release_ends(daemon: ScriptedDaemon
 
 
 def wait_until_dead(pidfd: int) -> None:
-    import select
-
     assert select.select([pidfd], [], [], LIMIT_S)[0], "the process did not end"
 
 
@@ -277,12 +280,15 @@ def test_acquire_exits_with_75_and_leaves_nothing_behind_when_not_granted_in_tim
     assert list((tmp_path / "tslicectl").iterdir()) == []
 
 
-def test_an_interrupted_acquire_leaves_no_holder_in_the_queue(daemon: ScriptedDaemon) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_acquire_that_a_signal_ends_leaves_no_holder_in_the_queue(
+    daemon: ScriptedDaemon, signum: signal.Signals
+) -> None:
     daemon.busy = True
     with started("acquire") as process:
         daemon.wait_for("acquire")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 130
+        process.send_signal(signum)
+        assert process.wait(LIMIT_S) == 128 + signum
     assert daemon.wait_for("cancel")
 
 
@@ -358,15 +364,17 @@ def test_attach_makes_a_process_a_rank_of_the_job_that_it_says_it_is_of(
 
 
 def test_attach_with_hold_keeps_a_lease_until_the_process_ends(daemon: ScriptedDaemon) -> None:
-    with subprocess.Popen([PYTHON, "-c", "input()"], stdin=subprocess.PIPE, env={}) as rank:
-        with started("attach", str(rank.pid), "--hold") as process:
-            assert line_of(process) == "L1"
-            assert daemon.wait_for("attach")["pid"] == rank.pid
-            assert daemon.wait_for("hello")["job"] == f"pid-{rank.pid}"
-            assert process.poll() is None
-            assert rank.stdin is not None
-            rank.stdin.close()
-            assert process.wait(LIMIT_S) == 0
+    with (
+        subprocess.Popen([PYTHON, "-c", "input()"], stdin=subprocess.PIPE, env={}) as rank,
+        started("attach", str(rank.pid), "--hold") as process,
+    ):
+        assert line_of(process) == "L1"
+        assert daemon.wait_for("attach")["pid"] == rank.pid
+        assert daemon.wait_for("hello")["job"] == f"pid-{rank.pid}"
+        assert process.poll() is None
+        assert rank.stdin is not None
+        rank.stdin.close()
+        assert process.wait(LIMIT_S) == 0
     daemon.wait_for("release")
 
 

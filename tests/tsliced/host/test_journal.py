@@ -23,6 +23,7 @@ import journal_victim
 import pytest
 from journal_records import STANDING, lease, lease_ended, session
 
+import tsliced
 from tsliced.core.actions import Record
 from tsliced.host import kept_log, record_codec
 from tsliced.host.durable_store import RUN_STRIDE, DurableStore
@@ -33,6 +34,13 @@ LIMIT_S = 30.0
 NOW = 1_780_272_000.0
 SECONDS_OF_2026 = 151 * 86400
 NOBODY = 65534
+#: The repository first: a directory of tests that is named like a package must not be taken for it.
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(tsliced.__file__).parents[1]), *(path for path in sys.path if path)]
+    ),
+}
 
 
 @pytest.fixture
@@ -456,12 +464,21 @@ class Victim:
     """A run of `journal_victim.py`."""
 
     def __init__(self, directory: Path) -> None:
-        search = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [sys.executable, journal_victim.__file__, str(directory)],
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": search},
+            env=ENVIRONMENT,
         )
+
+    def __enter__(self) -> Victim:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # A test that fails must not leave it running.
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def kill_after(self, seconds: float) -> dict[str, list[int]]:
         """Kill it so long after its first word; return the numbers it said, by word."""
@@ -477,7 +494,6 @@ class Victim:
         self.process.send_signal(signal.SIGKILL)
         output += self.process.stdout.read()
         assert self.process.wait(LIMIT_S) == -signal.SIGKILL
-        self.process.stdout.close()
         said: dict[str, list[int]] = {}
         for line in output.decode().splitlines():
             word, number = line.split()
@@ -497,7 +513,8 @@ def test_what_was_acknowledged_before_a_kill_is_there_after_it(directory: Path) 
     last_event = 0
     generations = set()
     for _ in range(8):
-        said = Victim(directory).kill_after(rng.uniform(0.0, 0.15))
+        with Victim(directory) as victim:
+            said = victim.kill_after(rng.uniform(0.0, 0.15))
         generations |= set(said["generation"])
         with opened(directory, now_unix=time.time()) as journal:
             standing = journal.load()
@@ -521,12 +538,12 @@ def test_what_was_acknowledged_before_a_kill_is_there_after_it(directory: Path) 
 def test_the_lock_of_a_killed_daemon_is_free_and_that_of_a_live_one_is_not(
     directory: Path,
 ) -> None:
-    victim = Victim(directory)
-    assert victim._read(time.monotonic() + LIMIT_S)
-    with pytest.raises(JournalError, match=f"pid {victim.process.pid}") as caught:
-        Journal.open(directory, now_unix=NOW)
-    assert caught.value.code is JournalCode.LOCKED
-    victim.kill_after(0.0)
+    with Victim(directory) as victim:
+        assert victim._read(time.monotonic() + LIMIT_S)
+        with pytest.raises(JournalError, match=f"pid {victim.process.pid}") as caught:
+            Journal.open(directory, now_unix=NOW)
+        assert caught.value.code is JournalCode.LOCKED
+        victim.kill_after(0.0)
     with opened(directory):
         pass
 
@@ -655,10 +672,9 @@ except JournalError as exc:
 
 
 def open_as_a_user(directory: Path) -> str:
-    search = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
         [sys.executable, "-c", READER, str(directory)],
-        env={**os.environ, "PYTHONPATH": search},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=True,

@@ -20,7 +20,7 @@ ENTRY_POINTS: Final = "tsliced.backends"
 
 
 class BackendError(Exception):
-    """A backend cannot be used on this host; the text says why and what to do."""
+    """A backend cannot be used, on this host or for a process; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def probe(self, process: ProcessId) -> bool:
-        """Return whether the process has device state that this backend could move."""
+        """Return whether the process has device state that this backend could move.
+
+        Raises `BackendError` if that cannot be told just now.
+        """
 
     @abstractmethod
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:

@@ -21,13 +21,15 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from cuda_ckpt.worker import read_op_file, worker_command
+from cuda_ckpt.worker import OpFileError, OpRecord, read_op_file, worker_command
 from tsliced.core.model import Cause, ProcessId, RankId, RankState
-from tsliced.host.backends.base import Backend, BackendContext, Outcome, failed
+from tsliced.host.backends.base import Backend, BackendContext, BackendError, Outcome, failed
 from tsliced.host.processes import RunState, identify, run_state
 
 #: A worker's first line comes when the driver is attached, which took up to 7 s on real hosts.
 START_LIMIT_S: Final = 60.0
+#: A query waits while a peer of the process is locked.
+PROBE_LIMIT_S: Final = 20.0
 MAX_LINE_BYTES: Final = 64 * 1024
 
 #: The driver names the thread that carries its calls out: "cuda" and hexadecimal digits.
@@ -53,6 +55,9 @@ _CAUSES: Final = {
 class WorkerGone(Exception):  # noqa: N818 - it ended, which may be nobody's error
     """A worker ended, or never started; the text says why."""
 
+    #: It had been ready, and ended before it began what it was asked: another one may be asked.
+    is_harmless = False
+
 
 class CudaBackend(Backend):
     """Driver 570 or later (see `cuda_ckpt`)."""
@@ -61,6 +66,10 @@ class CudaBackend(Backend):
         super().__init__(context)
         self._workers: dict[ProcessId, Worker] = {}
         self._op_ids = 0
+
+    async def start(self) -> None:
+        """Forget what workers of earlier daemons wrote about processes that are gone."""
+        await asyncio.to_thread(_sweep, self.context.directory)
 
     async def close(self) -> None:
         """Let the workers go: each ends after the call that it is in."""
@@ -82,43 +91,49 @@ class CudaBackend(Backend):
         """Ask the driver for a restore thread, in a process that seems to have one."""
         if not _seems_cuda(process.pid):
             return False
+        if (stopped := _why_not_runnable(process)) is not None:
+            raise BackendError(stopped)
+        asking = asyncio.create_task(self._ask(process, "restore_thread"), name="probe")
+        # A question that is given up is not cut off: the next one must not get its answer.
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if asking not in (await asyncio.wait({asking}, timeout=PROBE_LIMIT_S))[0]:
+            raise BackendError(f"the driver did not answer within {PROBE_LIMIT_S:g} s")
         try:
-            reply = await self._ask(process, "restore_thread")
-        except WorkerGone:
-            return False
-        return bool(reply["ok"])
+            return bool(asking.result()["ok"])
+        except WorkerGone as exc:
+            raise BackendError(str(exc)) from exc
 
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:
         """Lock. A process that cannot run is refused at once: its driver would not answer."""
-        stopped = _why_not_runnable(rank)
+        stopped = _why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.RUNNING)
         return await self._run(rank, "lock", timeout_ms=max(1, round(timeout_s * 1000)))
 
     async def snapshot(self, rank: RankId) -> Outcome:
         """Checkpoint."""
-        stopped = _why_not_runnable(rank)
+        stopped = _why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.FROZEN)
         return await self._run(rank, "checkpoint")
 
     async def restore(self, rank: RankId) -> Outcome:
         """Restore."""
-        stopped = _why_not_runnable(rank)
+        stopped = _why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.PARKED)
         return await self._run(rank, "restore")
 
     async def thaw(self, rank: RankId) -> Outcome:
         """Unlock."""
-        stopped = _why_not_runnable(rank)
+        stopped = _why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.FROZEN)
         return await self._run(rank, "unlock")
 
     async def state(self, rank: RankId) -> Outcome:
         """Ask for the state."""
-        stopped = _why_not_runnable(rank)
+        stopped = _why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.UNKNOWN)
         return await self._run(rank, "state")
@@ -140,18 +155,27 @@ class CudaBackend(Backend):
     async def _ask(self, process: ProcessId, op: str, **arguments: object) -> dict[str, Any]:
         self._op_ids += 1
         request = {"op_id": f"{os.getpid()}-{self._op_ids}", "op": op, **arguments}
+        try:
+            return await self._ask_worker(process, request)
+        except WorkerGone as exc:
+            if not exc.is_harmless:
+                raise
+        return await self._ask_worker(process, request)
+
+    async def _ask_worker(self, process: ProcessId, request: dict[str, object]) -> dict[str, Any]:
         worker = self._worker(process)
         try:
             return await worker.ask(request)
         except WorkerGone:
             if self._workers.get(process) is worker:
                 del self._workers[process]
+                worker.close()
             raise
 
     def _worker(self, process: ProcessId) -> Worker:
         worker = self._workers.get(process)
         if worker is None:
-            op_file = self.context.directory / f"{process.pid}-{process.start_time}.json"
+            op_file = self.context.directory / _op_file_name(process)
             worker = Worker(process, op_file, self.context.cuda_library)
             self._workers[process] = worker
         return worker
@@ -181,11 +205,27 @@ class Worker:
             try:
                 line = await reader.readline()
             except (ConnectionError, ValueError) as exc:
-                raise WorkerGone(f"its worker broke off: {exc}") from exc
+                raise await self._gone(f"its worker broke off: {exc}", request) from exc
             if not line:
-                raise WorkerGone(self._why_gone())
+                raise await self._gone(self._why_gone(), request)
             reply: dict[str, Any] = json.loads(line)
             return reply
+
+    async def _gone(self, text: str, request: dict[str, object]) -> WorkerGone:
+        """Return the exception for a worker that ended while it was asked something."""
+        gone = WorkerGone(text)
+        if not self._closed:
+            # Whatever changes its target is written down before it is tried.
+            record = await self._last_operation()
+            gone.is_harmless = record is None or record.op_id != request["op_id"]
+        return gone
+
+    async def _last_operation(self) -> OpRecord | None:
+        try:
+            return await asyncio.to_thread(read_op_file, str(self._op_file))
+        except (OpFileError, OSError) as exc:
+            text = f"what an earlier worker did is not known: {exc}; remove the file to go on"
+            raise WorkerGone(text) from exc
 
     def close(self) -> None:
         """Close the connection; the worker ends after the call that it is in."""
@@ -245,7 +285,7 @@ class Worker:
 
     async def _await_predecessor(self) -> None:
         """Wait for a worker of an earlier daemon that is still in a call on this rank."""
-        record = await asyncio.to_thread(read_op_file, str(self._op_file))
+        record = await self._last_operation()
         if record is None or record.result is not None:
             return
         worker = ProcessId(*record.worker)
@@ -272,6 +312,18 @@ class Worker:
         return f"its worker ended with status {code}" if code is not None else "its worker ended"
 
 
+def _op_file_name(process: ProcessId) -> str:
+    return f"{process.pid}-{process.start_time}.json"
+
+
+def _sweep(directory: Path) -> None:
+    for path in directory.glob("*.json"):
+        pid = path.stem.partition("-")[0]
+        process = identify(int(pid)) if pid.isdigit() else None
+        if process is None or path.name != _op_file_name(process):
+            path.unlink(missing_ok=True)
+
+
 def _reap(process: subprocess.Popen[bytes]) -> None:
     """Wait for a worker in the background: it ends when its call does, which may take long."""
     loop = asyncio.get_running_loop()
@@ -290,8 +342,8 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
     loop.add_reader(pidfd, ended)
 
 
-def _why_not_runnable(rank: RankId) -> str | None:
-    state = run_state(rank.process.pid)
+def _why_not_runnable(process: ProcessId) -> str | None:
+    state = run_state(process.pid)
     if state is RunState.STOPPED:
         return "it is stopped by a signal, and its driver cannot answer; send it SIGCONT"
     if state is RunState.FROZEN:

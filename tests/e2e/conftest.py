@@ -1,0 +1,51 @@
+"""Fixtures of the end-to-end tests: softcuda built, and hosts on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import REPOSITORY, Host, Settings
+
+
+class MakeHost(Protocol):
+    """The fixture of that name."""
+
+    def __call__(self, *, settings: Settings | None = None, **environment: str) -> Host: ...
+
+
+@pytest.fixture(scope="session")
+def softcuda_build() -> Path:
+    """The directory of softcuda's libraries, brought up to date."""
+    command = ["make", "--silent", "-f", "cuda_ckpt/softcuda/build.mk", "softcuda"]
+    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return REPOSITORY / "build" / "softcuda"
+
+
+@pytest.fixture
+def make_host(softcuda_build: Path) -> Iterator[MakeHost]:
+    """Makes hosts with two devices of 64 MiB, a group each, and a daemon that serves."""
+    hosts: list[Host] = []
+
+    def make(*, settings: Settings | None = None, **environment: str) -> Host:
+        host = Host(softcuda_build, settings=settings, **environment)
+        hosts.append(host)
+        host.start_daemon()
+        return host
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> Host:
+    return make_host()

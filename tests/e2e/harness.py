@@ -1,0 +1,364 @@
+"""A host to test on: one daemon, softcuda's devices, and ranks; all of them real processes.
+
+Nothing here sleeps for a fixed time: what is waited for is polled, or read from a pipe, and every
+wait has a limit. At the end nothing may be left: see `Host.close`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from libtimeslice.connection import Connection
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+MIB = 1 << 20
+LIMIT_S = 30.0
+POLL_S = 0.01
+
+Settings = Mapping[str, Mapping[str, object]]
+Found = TypeVar("Found")
+
+#: Small devices need small margins, and tests short pauses.
+DEFAULTS: Settings = {
+    "memory": {"snapshot_margin_bytes": "1 MiB", "host_margin_bytes": "1 MiB"},
+    "limits": {"retry_min_s": 0.05, "retry_max_s": 0.2},
+    "scan": {"interval_s": 0.2},
+    "groups.g1": {"devices": ["0"]},
+    "groups.g2": {"devices": ["1"]},
+}
+
+
+def until(condition: Callable[[], Found], what: str, limit_s: float = LIMIT_S) -> Found:
+    """Polls for something that no event announces, and returns it once it is true."""
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what}: not within {limit_s} s"
+        time.sleep(POLL_S)
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the anonymous memory of a process that is resident."""
+    with open(f"/proc/{pid}/status") as file:
+        line = next(line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+class RankError(Exception):
+    """A command of a rank failed; `type` is the name of the exception that it met."""
+
+    def __init__(self, type: str, code: object, message: str) -> None:
+        super().__init__(f"{type}({code}): {message}")
+        self.type = type
+        self.code = code
+        self.message = message
+
+
+class Pending:
+    """A command whose answer has not been read yet."""
+
+    def __init__(self, rank: Rank, name: str) -> None:
+        self._rank = rank
+        self._name = name
+        self.answer: dict[str, Any] | None = None
+
+    def wait(self, limit_s: float = LIMIT_S) -> Any:
+        """Returns the command's value, or raises RankError with what it met instead."""
+        end = time.monotonic() + limit_s
+        while self.answer is None:
+            left_s = end - time.monotonic()
+            assert left_s > 0, f"{self._name} of {self._rank.job} did not end in {limit_s} s"
+            self._rank.read(left_s)
+        if "error" in self.answer:
+            raise RankError(**self.answer["error"])
+        return self.answer["value"]
+
+    def is_over(self) -> bool:
+        """Whether the answer has come."""
+        if self.answer is None:
+            self._rank.read(0.0)
+        return self.answer is not None
+
+
+class Rank:
+    """A running ``rank.py``."""
+
+    def __init__(self, job: str, process: subprocess.Popen[bytes]) -> None:
+        self.job = job
+        self.process = process
+        self._buffer = b""
+        self._unanswered: list[Pending] = []
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, name: str, /, **arguments: object) -> Pending:
+        """Sends a command and returns at once; commands run one after the other."""
+        pending = Pending(self, name)
+        self._unanswered.append(pending)
+        assert self.process.stdin is not None
+        line = json.dumps({"name": name, "arguments": arguments}) + "\n"
+        self.process.stdin.write(line.encode())
+        return pending
+
+    def do(self, name: str, /, limit_s: float = LIMIT_S, **arguments: object) -> Any:
+        """Runs a command to its end and returns its value."""
+        return self.start(name, **arguments).wait(limit_s)
+
+    def read(self, limit_s: float) -> None:
+        """Takes in what comes within the limit."""
+        assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
+        if not select.select([descriptor], [], [], limit_s)[0]:
+            return
+        data = os.read(descriptor, 1 << 16)
+        assert data, f"a rank of {self.job} ended with status {self.process.wait(LIMIT_S)}"
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._unanswered.pop(0).answer = json.loads(line)
+
+    def kill(self) -> None:
+        """Ends the process at once, and reaps it."""
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Host:
+    """Devices in a directory of their own, a daemon, and everything that was started beside it."""
+
+    def __init__(
+        self, softcuda: Path, *, settings: Settings | None = None, **environment: str
+    ) -> None:
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        # Device memory and the journal are files; the kernel limits paths of sockets.
+        self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir=base))
+        self.directory.chmod(0o755)
+        self.socket = self.directory / "s"
+        self.log = self.directory / "log"
+        self.config = self.directory / "tsliced.toml"
+        self.settings = settings or {}
+        self._softcuda = softcuda
+        self._environment = {
+            "LD_LIBRARY_PATH": str(softcuda),
+            "SOFTCUDA_DIR": str(self.directory / "devices"),
+            "SOFTCUDA_DEVICES": "2",
+            "SOFTCUDA_MEM_MIB": "64",
+            "TSLICE_SOCKET": str(self.socket),
+            **environment,
+        }
+        self.daemon: subprocess.Popen[bytes] | None = None
+        self._ranks: list[Rank] = []
+        self._eye: Rank | None = None
+        self._make_devices()
+
+    def _make_devices(self) -> None:
+        subprocess.run(
+            [self._softcuda / "softcuda-init"],
+            env=self.variables(),
+            check=True,
+            timeout=LIMIT_S,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def variables(self, **extra: str) -> dict[str, str]:
+        """Returns the environment of a process of this host."""
+        foreign = ("TSLICE_", "SLURM_", "CUDA_", "SOFTCUDA_", "RAY_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        return {**kept, **self._environment, **extra}
+
+    # --- the daemon ---------------------------------------------------------------------------
+
+    def start_daemon(self, **environment: str) -> None:
+        """Starts the daemon, the first or the next, and waits until it serves."""
+        self.config.write_text(self._config_text())
+        with self.log.open("ab") as log:
+            self.daemon = subprocess.Popen(
+                [sys.executable, "-m", "tsliced", "--config", str(self.config)],
+                # Backends of the tests lie here.
+                env=self.variables(PYTHONPATH=str(HERE), **environment),
+                stdout=log,
+                stderr=log,
+            )
+        until(self._serves, "the daemon serves")
+
+    def _serves(self) -> bool:
+        assert self.daemon is not None
+        status = self.daemon.poll()
+        assert status is None, f"the daemon ended with status {status}:\n{self.log.read_text()}"
+        with suppress(Exception), self.connection():
+            return True
+        return False
+
+    def stop_daemon(self) -> int:
+        """Asks the daemon to end, and returns its exit status."""
+        assert self.daemon is not None
+        self.daemon.terminate()
+        status = self.daemon.wait(LIMIT_S)
+        self.daemon = None
+        return status
+
+    def kill_daemon(self) -> None:
+        """Ends the daemon as a crash would."""
+        assert self.daemon is not None
+        self.daemon.kill()
+        self.daemon.wait(LIMIT_S)
+        self.daemon = None
+
+    def _config_text(self) -> str:
+        sections: dict[str, dict[str, object]] = {
+            "daemon": {
+                "socket": str(self.socket),
+                "state_dir": str(self.directory / "state"),
+                "host": "n1",
+                "nvml_library": str(self._softcuda / "libnvidia-ml.so.1"),
+                "cuda_library": str(self._softcuda / "libcuda.so.1"),
+                "log_level": "debug",
+            }
+        }
+        has_groups = any(name.startswith("groups.") for name in self.settings)
+        for name, values in DEFAULTS.items():
+            if not (has_groups and name.startswith("groups.")):
+                sections[name] = dict(values)
+        for name, values in self.settings.items():
+            sections.setdefault(name, {}).update(values)
+        # A basic string of TOML is written as JSON writes one.
+        lines: list[str] = []
+        for name, section in sections.items():
+            lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
+        return "\n".join([*lines, ""])
+
+    # --- what the daemon says -----------------------------------------------------------------
+
+    @contextmanager
+    def connection(self, *, role: str = "tool", job: str | None = None) -> Iterator[Connection]:
+        """Yields a connection for single requests."""
+        with Connection.open(str(self.socket), role=role, job=job, limit_s=LIMIT_S) as connection:
+            yield connection
+
+    def ask(self, name: str, *, job: str | None = None, **fields: object) -> dict[str, Any]:
+        """Sends one request on a connection of its own, and returns the answer."""
+        with self.connection(job=job) as connection:
+            return connection.request({"t": name, **fields}, LIMIT_S)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the daemon's view of everything."""
+        status: dict[str, Any] = self.ask("status")["status"]
+        return status
+
+    def group(self, name: str = "g1") -> dict[str, Any]:
+        """Returns the daemon's view of a group."""
+        return next(group for group in self.status()["groups"] if group["name"] == name)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """Returns the daemon's view of a job; empty if it knows of none."""
+        jobs = self.status()["jobs"]
+        return next((job for job in jobs if job["job"]["id"] == name), {})
+
+    def states(self) -> dict[int, str]:
+        """Returns the states of all ranks that the daemon knows, by pid."""
+        return {rank["pid"]: rank["state"] for rank in self.ask("ps")["ranks"]}
+
+    def events(self, *kinds: str, since: int = 0) -> list[dict[str, Any]]:
+        """Returns the history, the oldest first, of some kinds or of all."""
+        events = self.ask("events", since=since, follow=False, limit=10_000)["events"]
+        return [event for event in events if not kinds or event["kind"] in kinds]
+
+    def operations(self, *verbs: str, since: int = 0) -> list[dict[str, Any]]:
+        """Returns the operations on ranks that ended, the oldest first."""
+        events = self.events("operation", since=since)
+        return [event for event in events if not verbs or event["verb"] in verbs]
+
+    # --- ranks --------------------------------------------------------------------------------
+
+    def rank(self, job: str = "", **environment: str) -> Rank:
+        """Starts a rank; without a job it says nothing about where it belongs."""
+        named = {"TSLICE_JOB_ID": job} if job else {}
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                env=self.variables(**named, **environment),
+            )
+        rank = Rank(job, process)
+        self._ranks.append(rank)
+        return rank
+
+    def trainer(self, job: str, *, mib: int = 40, seed: int = 0, group: str = "g1") -> Rank:
+        """Starts a rank that has made its device state in a first turn."""
+        rank = self.rank(job)
+        rank.do("initialise", group=group, mib=mib, seed=seed)
+        return rank
+
+    def used_bytes(self, device: int = 0) -> int:
+        """Returns what NVML says is in use on a device, asked past the daemon."""
+        if self._eye is None:
+            self._eye = self.rank("eye")
+        used: int = self._eye.do("used_bytes", device=device)
+        return used
+
+    def fault(self, *lines: str) -> None:
+        """Tells softcuda what to break from now on: lines of ``operation pid nth action``."""
+        path = self.directory / "devices" / "faults"
+        temporary = path.with_suffix(".new")
+        temporary.write_text("".join(f"{line}\n" for line in lines))
+        temporary.rename(path)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def workers(self) -> list[int]:
+        """Returns the workers of this host's daemons that still run."""
+        mark = str(self.directory / "state" / "workers").encode()
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is(pid, mark)]
+
+    def close(self) -> None:
+        """Ends everything; then the daemon must have ended well, and nothing may be left."""
+        try:
+            for rank in self._ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGCONT)
+                rank.close()
+            if self.daemon is not None:
+                assert self.daemon.poll() is None, f"the daemon ended: {self.daemon.poll()}"
+                assert self.stop_daemon() == 0, "the daemon ended badly"
+            until(lambda: not self.workers(), "all workers end")
+            assert not self.socket.exists(), "the daemon takes its socket away"
+        finally:
+            # pytest shows this for a test that failed.
+            sys.stdout.write(self.log.read_text(errors="replace") if self.log.exists() else "")
+            if self.daemon is not None:
+                self.daemon.kill()
+                self.daemon.wait(LIMIT_S)
+            for pid in self.workers():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _is(pid: int, mark: bytes) -> bool:
+    """Whether a process was started with something on its command line, and still runs."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return mark in file.read()
+    return False

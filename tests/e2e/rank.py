@@ -1,0 +1,249 @@
+"""A process under test: holds device state, asks for leases, and does what it is told on stdin.
+
+A command is one JSON line ``{"name", "arguments"}`` and is answered by one line, ``{"value"}`` or
+``{"error": {"type", "code", "message"}}``; commands run one after the other. Device calls go through
+plain ctypes to whatever libcuda.so.1 the dynamic linker finds, and nothing here knows of the daemon
+but through `libtimeslice`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import libtimeslice
+from libtimeslice.connection import Connection
+from libtimeslice.link import open_link
+from libtimeslice.session import Session
+
+MIB = 1 << 20
+#: Prime, so that no two pages of a repeated piece are alike.
+PIECE_BYTES = 1048573
+
+commands: dict[str, Callable[..., Any]] = {}
+
+
+class DriverError(Exception):
+    """A device call failed."""
+
+    def __init__(self, function: str, code: int) -> None:
+        super().__init__(f"{function} returned {code}")
+        self.code = code
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    commands[function.__name__] = function
+    return function
+
+
+# ---- device state
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(function: str, *arguments: object) -> None:
+    code = getattr(driver(), function)(*arguments)
+    if code:
+        raise DriverError(function, code)
+
+
+def pieces(size: int) -> Iterator[tuple[int, int]]:
+    for offset in range(0, size, PIECE_BYTES):
+        yield offset, min(PIECE_BYTES, size - offset)
+
+
+#: Address and size of each block, in the order in which they were made.
+blocks: list[tuple[int, int]] = []
+
+
+@command
+def context(device: int = 0) -> None:
+    """Makes a context on a device: from then on the driver knows this process."""
+    handle = ctypes.c_void_p()
+    call("cuInit", 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
+    call("cuCtxSetCurrent", handle)
+
+
+@command
+def fill(mib: int, seed: int = 0) -> None:
+    """Allocates a block on the device of the context and fills it with bytes made from `seed`."""
+    address, size = ctypes.c_uint64(), mib * MIB
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+    data = random.Random(seed).randbytes(4099) * 256
+    for offset, length in pieces(size):
+        target = ctypes.c_uint64(address.value + offset)
+        call("cuMemcpyHtoD_v2", target, data, ctypes.c_size_t(length))
+    blocks.append((address.value, size))
+
+
+@command
+def managed(mib: int) -> None:
+    """Allocates managed memory, which the driver cannot snapshot."""
+    address = ctypes.c_uint64()
+    call("cuMemAllocManaged", ctypes.byref(address), ctypes.c_size_t(mib * MIB), 1)
+
+
+@command
+def digest() -> str:
+    """Copies all blocks back and returns their SHA-256."""
+    total, buffer = hashlib.sha256(), ctypes.create_string_buffer(PIECE_BYTES)
+    for address, size in blocks:
+        for offset, length in pieces(size):
+            source = ctypes.c_uint64(address + offset)
+            call("cuMemcpyDtoH_v2", buffer, source, ctypes.c_size_t(length))
+            total.update(memoryview(buffer)[:length])
+    return total.hexdigest()
+
+
+@command
+def launch(ms: int) -> None:
+    """Queues device work of that length; a freeze has to wait for its end."""
+    call("softcudaLaunch", ms)
+
+
+@command
+def used_bytes(device: int) -> int:
+    """Returns what NVML says is in use on a device."""
+    import pynvml  # only the process that looks needs it
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(device)).used)
+
+
+# ---- the client library
+
+calls: list[str] = []
+leases: list[libtimeslice.Lease] = []
+
+
+@cache
+def client() -> libtimeslice.TimeSlice:
+    # Ranks are killed at the end of a test: none of them waits for a last turn.
+    return libtimeslice.connect(last_turn_s=0, connect_timeout_s=20)
+
+
+def told(lease: libtimeslice.Lease) -> dict[str, Any]:
+    return {
+        "state": lease.state.value,
+        "groups": list(lease.groups),
+        "tokens": dict(lease.tokens),
+        "waited_s": lease.waited_s,
+        "restored": lease.restored,
+        "switch_s": lease.switch_s,
+        "contended": lease.contended,
+    }
+
+
+@command
+def acquire(**ask: Any) -> dict[str, Any]:
+    """Waits for a lease and holds it; returns what it tells."""
+    leases.append(client().acquire(**ask))
+    return told(leases[-1])
+
+
+@command
+def release() -> dict[str, Any]:
+    """Gives the latest lease back."""
+    released = client().release(leases.pop())
+    return {} if released is None else released._asdict()
+
+
+@command
+def look() -> dict[str, Any]:
+    """Returns what the latest lease tells by now."""
+    return told(leases[-1])
+
+
+@command
+def initialise(group: str, mib: int, seed: int, timeout: float = 60) -> dict[str, Any]:
+    """Takes a first turn and makes all device state in it, as a trainer does when it loads."""
+    with client().lease(group, phase="init", timeout=timeout) as lease:
+        context()
+        fill(mib, seed)
+        return told(lease)
+
+
+@command
+def train(groups: list[str], turns: int) -> int:
+    """Takes turns as fast as they come, and returns how many."""
+    for _ in range(turns):
+        with client().lease(groups, timeout=60):
+            pass
+    return turns
+
+
+@command
+def register() -> list[str]:
+    return list(client().register())
+
+
+@command
+def hooks(failing: bool = False) -> None:
+    """Registers callbacks around a move; `failing`: the one before it raises."""
+
+    def pause(pause: libtimeslice.Pause) -> None:
+        calls.append("pause")
+        if failing:
+            raise RuntimeError("requests are in flight")
+
+    ts = client()
+    ts.on_pause(pause)
+    ts.on_resume(lambda _resume: calls.append("resume"))
+    agent = ts._agent
+    assert agent is not None
+    assert agent.connected.wait(20), "the agent did not connect"
+
+
+@command
+def called() -> list[str]:
+    """Returns which callbacks ran, in order."""
+    return calls
+
+
+@command
+def become(uid: int) -> None:
+    """Goes on as another user."""
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+@command
+def ask(name: str, hello: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Sends one request on a connection of its own, opened with these fields in its hello."""
+    opening = Session().hello(client="rank", role="client", job=None, caps=(), ranks=None)
+    link = open_link(str(os.environ["TSLICE_SOCKET"]), {**opening, **hello}, limit_s=20)
+    with Connection(link.sock, reader=link.reader) as connection:
+        connection.take_over(link)
+        answer = connection.request({"t": name, **fields}, 20)
+        return {"job": link.welcome["job"], "groups": link.welcome["groups"], **answer}
+
+
+def answer_to(line: str) -> dict[str, Any]:
+    request = json.loads(line)
+    try:
+        return {"value": commands[request["name"]](**request["arguments"])}
+    except (DriverError, libtimeslice.TimeSliceError) as error:
+        return {
+            "error": {"type": type(error).__name__, "code": error.code, "message": str(error)},
+        }
+
+
+def main() -> None:
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer_to(line)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Ranks that take part in a move by their callbacks, and ranks that never call anything."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Host, RankError, until
+
+
+def test_callbacks_of_a_rank_run_around_a_switch(host: Host) -> None:
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    rank.do("hooks")
+    other.do("acquire", groups="g1", timeout=20)
+    assert rank.do("called") == ["pause"]
+    assert host.states() == {rank.pid: "parked"}
+    other.do("release")
+    rank.do("acquire", groups="g1", timeout=20)
+    assert rank.do("called") == ["pause", "resume"]
+
+
+def test_a_callback_that_fails_turns_the_eviction_back(host: Host) -> None:
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    rank.do("hooks", failing=True)
+    with pytest.raises(RankError, match="requests are in flight"):
+        other.do("acquire", groups="g1", timeout=1)
+    assert host.operations("freeze") == [], "nothing was frozen"
+    until(lambda: host.states() == {rank.pid: "running"}, "it runs")
+    called = rank.do("called")
+    assert called[:2] == ["pause", "resume"], "whoever was told to pause is told to go on"
+    assert rank.do("acquire", groups="g1", timeout=5)["restored"] is False
+
+
+def test_a_rank_can_make_itself_known(host: Host) -> None:
+    rank = host.rank("a")
+    assert rank.do("register") == ["g1", "g2"], "without a context it may come to be on any"
+    rank.do("context", device=1)
+    assert rank.do("register") == ["g2"]
+    assert host.ask("ps")["ranks"][0]["pid"] == rank.pid
+
+
+def test_a_process_that_never_calls_us_is_attached_and_parked_for_another(host: Host) -> None:
+    silent = host.rank()
+    silent.do("context")
+    silent.do("fill", mib=40)
+    digest = silent.do("digest")
+    answer = host.ask("attach", job="quiet", pid=silent.pid, groups=None)
+    assert answer["groups"] == ["g1"]
+    other = host.rank("b")
+    other.do("initialise", group="g1", mib=40, seed=1)
+    assert host.states()[silent.pid] == "parked"
+    with host.connection(role="client", job="quiet") as connection:
+        lease = connection.request({"t": "acquire", "groups": ["g1"]}, 20)
+        assert lease["restored"] is True
+        assert silent.do("digest") == digest
+
+
+def test_a_stranger_on_the_devices_is_named_and_keeps_others_off_g1(host: Host) -> None:
+    stranger = host.rank()
+    stranger.do("context")
+    stranger.do("fill", mib=8)
+    seen = until(lambda: host.events("stranger"), "it is seen")[0]
+    assert seen["pid"] == stranger.pid
+    rank = host.rank("a")
+    with pytest.raises(RankError, match=f"pid {stranger.pid}"):
+        rank.do("acquire", groups="g1", timeout=1)
+    stranger.kill()
+    assert rank.do("acquire", groups="g1", timeout=20)["state"] == "held"

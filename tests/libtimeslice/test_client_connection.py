@@ -1,0 +1,121 @@
+"""The bare connection that tools and benchmarks use."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fake_daemon import LIMIT_S, Background, FakeConnection, FakeDaemon
+
+from libtimeslice import DaemonUnreachable, UnknownGroup
+from libtimeslice.connection import Connection, ConnectionLost
+from libtimeslice.protocol import FrameReader, Message, encode
+
+
+@pytest.fixture
+def connection(daemon: FakeDaemon) -> Iterator[Connection]:
+    with Connection.open(str(daemon.path)) as opened:
+        yield opened
+
+
+def test_a_tool_asks_single_questions(daemon: FakeDaemon, connection: Connection) -> None:
+    assert connection.welcome["host"] == "n1"
+    assert daemon.last("hello")["role"] == "tool"
+    assert connection.request({"t": "ping"}) == {"re": 1}
+    assert "groups" in connection.request({"t": "status"}, limit_s=5)["status"]
+    with pytest.raises(UnknownGroup):
+        connection.request({"t": "acquire", "groups": ["nope"]})
+
+
+def test_what_comes_unasked_is_kept_in_order(daemon: FakeDaemon, connection: Connection) -> None:
+    assert connection.take_notice(0.01) is None
+
+    def tell(client: FakeConnection, message: Message) -> bool:
+        for number in range(3):
+            client.send({"t": "event", "event": {"n": number}})
+        return False
+
+    daemon.intercept = tell
+    connection.request({"t": "ping"})
+    notices = [connection.take_notice(LIMIT_S) for _ in range(3)]
+    assert [notice and notice["event"]["n"] for notice in notices] == [0, 1, 2]
+
+
+def test_a_request_without_an_answer_ends_at_its_limit_and_the_next_one_works(
+    daemon: FakeDaemon, connection: Connection
+) -> None:
+    daemon.intercept = lambda _client, message: message.get("t") == "status"
+    with pytest.raises(TimeoutError):
+        connection.request({"t": "status"}, limit_s=0.02)
+    assert connection.request({"t": "ping"}, limit_s=5)["re"] == 2
+
+
+def test_a_lost_connection_ends_all_waits(daemon: FakeDaemon, connection: Connection) -> None:
+    daemon.intercept = lambda _client, message: True
+    threads = [Background(lambda: connection.request({"t": "ping"})) for _ in range(3)]
+    daemon.wait_until(lambda: daemon.count("ping") == 3)
+    daemon.hang_up()
+    for thread in threads:
+        with pytest.raises(ConnectionLost):
+            thread.result()
+    with pytest.raises(ConnectionLost):
+        connection.request({"t": "ping"})
+    assert connection.lost
+
+
+def test_a_plain_echo_can_be_asked_too() -> None:
+    """For benchmarks: any peer that frames its answers will do, with no hello."""
+    here, there = socket.socketpair()
+
+    def echo() -> None:
+        reader = FrameReader()
+        with there:
+            while data := there.recv(4096):
+                for message in reader.feed(data):
+                    there.sendall(encode({"re": message["id"]}))
+
+    server = threading.Thread(target=echo, daemon=True)
+    server.start()
+    with Connection(here) as connection:
+        assert [connection.request({"t": "x"})["re"] for _ in range(3)] == [1, 2, 3]
+    server.join(LIMIT_S)
+    assert not server.is_alive()
+
+
+def test_a_signal_handler_that_asks_while_its_thread_reads_is_refused(
+    connection: Connection, daemon: FakeDaemon
+) -> None:
+    """It could only wait for itself."""
+    daemon.intercept = lambda _client, message: True
+
+    def ask_again() -> bool:
+        connection.request({"t": "ping"}, limit_s=5)
+        return True
+
+    with pytest.raises(RuntimeError, match="signal handler"):
+        connection.exchange({"t": "status", "id": 99}, stop=ask_again)
+
+
+def test_a_message_that_may_get_lost_does_not_wait_for_a_full_socket(
+    daemon: FakeDaemon, connection: Connection
+) -> None:
+    with daemon.changed:
+        for _ in range(3000):
+            connection.send_or_drop({"t": "progress", "fields": {"note": "x" * 900}})
+    assert connection.request({"t": "ping"}, limit_s=LIMIT_S)
+    assert 10 < daemon.count("progress") < 3000
+
+
+def test_opening_nothing_is_told_with_the_path(daemon: FakeDaemon) -> None:
+    daemon.stop()
+    with pytest.raises(DaemonUnreachable) as raised:
+        Connection.open(str(daemon.path), limit_s=1)
+    assert raised.value.facts == {"socket": str(daemon.path)}
+
+
+def test_a_daemon_that_never_says_welcome_is_left_after_the_limit(daemon: FakeDaemon) -> None:
+    daemon.intercept = lambda _client, message: True
+    with pytest.raises(DaemonUnreachable, match="timed out|in time"):
+        Connection.open(str(daemon.path), limit_s=0.05)
