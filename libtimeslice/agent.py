@@ -110,8 +110,9 @@ class Agent:
         link: Link = open_link(self._settings.path(), hello)
         connection = Connection(link.sock, reader=link.reader)
         self._connection = connection
-        if self._stopped.is_set():  # stop() looked before there was something to close
-            connection.fail("the client was closed")
+        # `stop` and `start` may have looked just before there was something to close.
+        if self._stopped.is_set() or self._caps != self._capabilities():
+            connection.fail("the client was closed, or has new capabilities")
         connection.take_over(link)
         return connection
 

@@ -184,8 +184,15 @@ class Driver:
                 self._fail(records, actions, exc)
                 return
         handlers = self._handlers
+        notes: list[Note] = []
         for action in actions:
-            handlers[type(action)](action)
+            if action.__class__ is Note:
+                notes.append(action)
+            else:
+                handlers[action.__class__](action)
+        # Clients have their answers and go on while the lines are written.
+        for note in notes:
+            self._note(note)
 
     def _fail(self, records: list[Record], actions: list[Action], exc: JournalError) -> None:
         reason = Reason(cause=Cause.JOURNAL, text=str(exc))
@@ -234,7 +241,6 @@ class Driver:
         clients = dict.fromkeys(ClientAction.__args__, self._tell)
         return {
             **clients,
-            Note: self._note,
             WatchProcess: self._watch_process,
             FreeMemory: self._free_memory,
             SettleHostMemory: self._settle_host_memory,
@@ -267,7 +273,7 @@ class Driver:
         self.around.history.append(note.kind, note.level, note.facts, time.time())
         self.around.log.write(note.level, note.kind, note.facts)
 
-    def note(self, kind: str, level: str, **facts: str | float | bool | None) -> None:
+    def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
         """Add a line to the log and the history that does not come from the core."""
         self._note(Note(kind=kind, level=level, facts=facts))
 
@@ -381,7 +387,7 @@ class Driver:
         while True:
             await asyncio.sleep(interval_s)
             try:
-                found = await self.around.scanner.look(groups)
+                found = await self.around.scanner.look(groups, utilization=True)
             except ScanFailed as exc:
                 if not failing:
                     self.note("devices", "error", reason=str(exc.reason))

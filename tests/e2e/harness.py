@@ -168,6 +168,7 @@ class Host:
         }
         self.daemon: subprocess.Popen[bytes] | None = None
         self._ranks: list[Rank] = []
+        self._others: list[subprocess.Popen[str]] = []
         self._eye: Rank | None = None
         self._make_devices()
 
@@ -290,21 +291,35 @@ class Host:
 
     # --- ranks --------------------------------------------------------------------------------
 
-    def rank(self, job: str = "", **environment: str) -> Rank:
-        """Starts a rank; without a job it says nothing about where it belongs."""
-        named = {"TSLICE_JOB_ID": job} if job else {}
+    def rank(
+        self, job: str = "", *, program: str = "rank.py", told: bool = False, **environment: str
+    ) -> Rank:
+        """Starts a rank. What job it is of stands in its environment; or, if it is to be `told`, it
+        says so to the daemon when it first connects. Without a job it says nothing at all.
+        """
+        if job:
+            environment["RANK_JOB" if told else "TSLICE_JOB_ID"] = job
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "rank.py")],
+                [sys.executable, str(HERE / program)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
-                env=self.variables(**named, **environment),
+                env=self.variables(**environment),
             )
         rank = Rank(job, process)
         self._ranks.append(rank)
         return rank
+
+    def spawn(self, command: list[str]) -> subprocess.Popen[str]:
+        """Starts any other program; its standard output is read by who asked for it."""
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env=self.variables(), text=True
+            )
+        self._others.append(process)
+        return process
 
     def trainer(self, job: str, *, mib: int = 40, seed: int = 0, group: str = "g1") -> Rank:
         """Starts a rank that has made its device state in a first turn."""
@@ -340,6 +355,9 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGCONT)
                 rank.close()
+            for process in self._others:
+                process.kill()
+                process.communicate()
             if self.daemon is not None:
                 assert self.daemon.poll() is None, f"the daemon ended: {self.daemon.poll()}"
                 assert self.stop_daemon() == 0, "the daemon ended badly"

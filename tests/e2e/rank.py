@@ -8,6 +8,7 @@ but through `libtimeslice`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -130,7 +131,8 @@ leases: list[libtimeslice.Lease] = []
 @cache
 def client() -> libtimeslice.TimeSlice:
     # Ranks are killed at the end of a test: none of them waits for a last turn.
-    return libtimeslice.connect(last_turn_s=0, connect_timeout_s=20)
+    job = os.environ.get("RANK_JOB")
+    return libtimeslice.connect(job=job, last_turn_s=0, connect_timeout_s=20)
 
 
 def told(lease: libtimeslice.Lease) -> dict[str, Any]:
@@ -227,6 +229,15 @@ def ask(name: str, hello: dict[str, Any], **fields: Any) -> dict[str, Any]:
         connection.take_over(link)
         answer = connection.request({"t": name, **fields}, 20)
         return {"job": link.welcome["job"], "groups": link.welcome["groups"], **answer}
+
+
+@command
+def crowd(count: int) -> int:
+    """Opens so many connections at one time, and returns how many."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(Connection.open(os.environ["TSLICE_SOCKET"], limit_s=20))
+    return count
 
 
 def answer_to(line: str) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
+from conftest import MakeHost
 from harness import Host, RankError, until
+from raw_client import RawClient
 
 
 def test_callbacks_of_a_rank_run_around_a_switch(host: Host) -> None:
@@ -29,6 +34,33 @@ def test_a_callback_that_fails_turns_the_eviction_back(host: Host) -> None:
     assert rank.do("acquire", groups="g1", timeout=5)["restored"] is False
 
 
+@pytest.mark.parametrize("silence", ["says nothing", "hangs up"])
+def test_an_agent_that_does_not_answer_turns_the_eviction_back(
+    make_host: MakeHost, silence: str
+) -> None:
+    host = make_host(settings={"limits": {"quiesce_timeout_s": 0.3}})
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    with RawClient(host.socket) as agent:
+        agent.hello(job="a", role="agent", caps=["quiesce"])
+        asked = other.start("acquire", groups="g1", timeout=20)
+        request = agent.receive()
+        assert (request["t"], request["groups"], request["timeout_s"]) == ("quiesce", ["g1"], 0.3)
+        if silence == "hangs up":
+            agent.socket.close()
+        failed = until(lambda: host.events("eviction_failed"), "it is turned back")[0]
+        expected = "not connected" if silence == "hangs up" else "did not answer within 0.3 s"
+        assert expected in failed["reason"]
+        assert host.operations("freeze") == []
+        if silence == "says nothing":
+            # It is told to go on; from now on it answers, also what it was asked before.
+            agent.send({"re": request["id"]})
+            while (request := agent.receive())["t"] != "quiesce":
+                agent.send({"re": request["id"]})
+            agent.send({"re": request["id"]})
+            assert asked.wait()["state"] == "held"
+            assert host.states() == {rank.pid: "parked"}
+
+
 def test_a_rank_can_make_itself_known(host: Host) -> None:
     rank = host.rank("a")
     assert rank.do("register") == ["g1", "g2"], "without a context it may come to be on any"
@@ -51,6 +83,17 @@ def test_a_process_that_never_calls_us_is_attached_and_parked_for_another(host: 
         lease = connection.request({"t": "acquire", "groups": ["g1"]}, 20)
         assert lease["restored"] is True
         assert silent.do("digest") == digest
+
+
+def test_a_stopped_process_is_not_attached_until_it_goes_on(host: Host) -> None:
+    silent = host.rank()
+    silent.do("context")
+    os.kill(silent.pid, signal.SIGSTOP)
+    error = host.ask("attach", job="quiet", pid=silent.pid, groups=None)["err"]
+    assert error["code"] == "unavailable"
+    assert "SIGCONT" in error["message"]
+    os.kill(silent.pid, signal.SIGCONT)
+    assert host.ask("attach", job="quiet", pid=silent.pid, groups=None)["groups"] == ["g1"]
 
 
 def test_a_stranger_on_the_devices_is_named_and_keeps_others_off_g1(host: Host) -> None:

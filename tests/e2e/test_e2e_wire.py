@@ -18,6 +18,7 @@ from libtimeslice.protocol import encode
 
 NOBODY = 65534
 PENDING = 8
+CONNECTIONS = 5
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,12 @@ def host(softcuda_build: Path) -> Iterator[Host]:
     host = Host(
         softcuda_build,
         settings={
+            "daemon": {"max_clients_per_uid": CONNECTIONS},
             "limits": {
                 "max_pending_requests": PENDING,
                 "handshake_timeout_s": 0.5,
                 "max_frame_bytes": 4096,
+                "max_send_buffer_bytes": 1 << 16,
             }
         },
     )
@@ -229,6 +232,56 @@ def test_more_open_requests_than_allowed_are_refused_and_the_others_stay_g9(
     until(lambda: host.group()["waiters"] == 1, "its session took its requests along")
 
 
+def test_figures_of_a_job_may_have_any_name(host: Host, known: RawClient) -> None:
+    fields = {"kind": 1, "level": "high", "job": "mine", "self": True, "at": 2.5, "seq": -1}
+    known.send({"t": "progress", "fields": fields})
+    assert known.ask("ping") == {"re": 1}
+    event = host.events("progress")[-1]
+    assert (event["kind"], event["level"], event["job"]) == ("progress", "info", "0/raw")
+    assert event["self"] is True
+    assert event["seq"] > 0
+
+
+def test_a_history_longer_than_a_frame_is_told_in_parts(known: RawClient) -> None:
+    for step in range(40):
+        fields = {f"text{number}": "x" * 1000 for number in range(3)} | {"step": step}
+        known.send({"t": "progress", "fields": fields})
+    found: list[int] = []
+    since: int | None = 0
+    while True:
+        answer = known.ask("events", since=since, follow=False, limit=10_000)
+        steps = [event["step"] for event in answer["events"] if "text0" in event]
+        found += steps
+        if answer["next"] == since or not answer["events"]:
+            break
+        since = answer["next"]
+    assert found == list(range(40))
+
+
+def test_who_follows_events_gets_them_as_they_come(host: Host, known: RawClient) -> None:
+    answer = known.ask("events", since=None, follow=True, limit=1)
+    with RawClient(host.socket) as other:
+        other.hello()
+        for step in range(600):
+            other.send({"t": "progress", "fields": {"step": step}})
+    steps: list[int] = []
+    while len(steps) < 600:
+        message = known.receive()
+        assert message["t"] == "event"
+        assert message["event"]["seq"] >= answer["next"]
+        if message["event"]["kind"] == "progress":
+            steps.append(message["event"]["step"])
+    assert steps == list(range(600)), "each one once, in order"
+
+
+def test_who_does_not_read_what_was_asked_for_is_dropped_g9(host: Host, known: RawClient) -> None:
+    known.socket.settimeout(20)
+    with pytest.raises(ConnectionError):
+        for request in range(1, 1_000_000):
+            known.send({"t": "status", "id": request})
+    assert host.group()["state"] == "held"
+
+
 def test_a_lease_of_another_session_cannot_be_released(host: Host, known: RawClient) -> None:
     granted = known.ask("acquire", groups=["g2"])
     with RawClient(host.socket) as other:
@@ -369,6 +422,16 @@ def test_a_process_of_another_user_cannot_be_attached_g10(
         with pytest.raises(RankError, match=f"not to uid {NOBODY}") as caught:
             stranger.do("ask", name=request, hello={}, pid=bystanders[0].pid)
         assert caught.value.code == "not_permitted"
+
+
+@needs_root
+def test_a_user_has_so_many_connections_and_no_more_g9(host: Host, stranger: Rank) -> None:
+    with pytest.raises(RankError, match=f"uid {NOBODY} has {CONNECTIONS} connections") as caught:
+        stranger.do("crowd", count=CONNECTIONS + 1)
+    assert caught.value.code == "would_exceed_limit"
+    with RawClient(host.socket) as other:
+        assert other.hello()["t"] == "welcome", "another user still comes in"
+    assert stranger.do("crowd", count=1) == 1, "and so does this one when some are closed"
 
 
 @needs_root

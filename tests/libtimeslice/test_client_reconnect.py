@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fake_daemon import Background, FakeConnection, FakeDaemon, state_of
@@ -341,16 +341,22 @@ def test_what_comes_right_behind_the_welcome_is_not_lost(daemon: FakeDaemon, ts:
         daemon.intercept = tell_early
         daemon.hang_up()
         assert welcomed.wait(10)
-        wait_for_state(ts, lease.id, LeaseState.HELD)
-        assert ts._session.grants[lease.id].waiters == 2
+        wait_for(lambda: ts._session.grants[lease.id].waiters == 2)
 
 
 def wait_for_state(ts: TimeSlice, lease: str, state: LeaseState) -> None:
     """Waits until the keeper's thread has found out, without calling into the client."""
-    limit = time.monotonic() + 10
-    while time.monotonic() < limit:
+
+    def known() -> LeaseState:
         grant = ts._session.grants.get(lease)
-        if (LeaseState.LOST if grant is None else grant.state) is state:
-            return
+        return LeaseState.LOST if grant is None else grant.state
+
+    wait_for(lambda: known() is state)
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    """Waits for what another thread of the client does: it has no event for that."""
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit, "it did not happen"
         time.sleep(0.002)
-    raise AssertionError(f"the lease did not become {state}")

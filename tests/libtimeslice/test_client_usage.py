@@ -108,7 +108,10 @@ def test_a_grant_that_crosses_the_cancel_of_a_task_is_handed_back(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(daemon, lambda: daemon.count("release") == 1 and not daemon.held)
+        # Rarely the thread notices before it reads, and its cancel comes before the ping.
+        await until(daemon, lambda: daemon.count("ping") == 1 and not daemon.waiting)
+        await until(daemon, lambda: daemon.count("release") == daemon.granted)
+        assert daemon.held == {}
 
     asyncio.run(main())
 
@@ -126,8 +129,7 @@ def test_a_task_cancelled_at_the_moment_of_its_grant_holds_nothing(
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)
             await until(daemon, lambda: not daemon.held and not daemon.waiting)
 
     asyncio.run(main())

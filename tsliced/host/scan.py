@@ -58,6 +58,8 @@ class Scanner:
         self._registered: dict[ProcessId, tuple[JobKey, frozenset[GroupName]]] = {}
         #: The latest readings, for those who show them.
         self.readings: dict[DeviceId, DeviceReading] = {}
+        #: By device: per cent of time in which a kernel ran, as last asked for.
+        self.utilization: dict[DeviceId, int | None] = {}
 
     def register(self, process: ProcessId, job: JobKey, groups: Collection[GroupName]) -> None:
         """Know a process as a rank, whether or not NVML lists it."""
@@ -85,13 +87,15 @@ class Scanner:
             return found
         return found + self._unlisted(tenancy)
 
-    async def look(self, groups: Iterable[GroupName]) -> tuple[FoundRank, ...]:
+    async def look(
+        self, groups: Iterable[GroupName], *, utilization: bool = False
+    ) -> tuple[FoundRank, ...]:
         """Return every process that NVML lists on the groups' devices.
 
-        Raises `ScanFailed`.
+        With `utilization`, it is noted how busy the devices are. Raises `ScanFailed`.
         """
         uuids = [device for group in groups for device in self._devices_of[group]]
-        readings = await self.read(uuids)
+        readings = await self.read(uuids, utilization=utilization)
         try:
             return self._found(readings)
         except OSError as exc:
@@ -116,12 +120,14 @@ class Scanner:
             for known in self._membership.classify(on)
         )
 
-    async def read(self, uuids: Collection[DeviceId]) -> dict[DeviceId, DeviceReading]:
+    async def read(
+        self, uuids: Collection[DeviceId], *, utilization: bool = False
+    ) -> dict[DeviceId, DeviceReading]:
         """Read devices, and keep the readings. Raises `ScanFailed`."""
         if self._devices is None:
             return {}
         try:
-            readings = await self._devices.observe(uuids)
+            readings = await self._devices.observe(uuids, utilization=utilization)
         except DevicesError as exc:
             raise ScanFailed(Reason(cause=Cause.DRIVER, text=str(exc))) from exc
         stale_s = max((reading.stale_s for reading in readings.values()), default=0.0)
@@ -129,6 +135,8 @@ class Scanner:
             text = f"NVML does not answer; its latest word is {stale_s:.1f} s old"
             raise ScanFailed(Reason(cause=Cause.DRIVER, text=text))
         self.readings.update(readings)
+        if utilization:
+            self.utilization.update((uuid, r.utilization_pct) for uuid, r in readings.items())
         return readings
 
     async def look_at(self, process: ProcessId) -> FoundRank | None:

@@ -112,14 +112,22 @@ class Connection(asyncio.Protocol):
         """Whether messages can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, message: Message) -> None:
-        """Send a message. A client that does not read is dropped when its buffer is full."""
+    def send(self, message: Message) -> bool:
+        """Send a message; return False, and send nothing, if it exceeds a frame.
+
+        A client that does not read is dropped when its buffer is full.
+        """
         transport = self._transport
         if transport is None or transport.is_closing():
-            return
-        transport.write(encode(message))
+            return True
+        try:
+            frame = encode(message)
+        except ProtocolError:
+            return False
+        transport.write(frame)
         if transport.get_write_buffer_size() > self._most_unsent:
             transport.abort()
+        return True
 
     def refuse(self, code: str, text: str) -> None:
         """Say why, then close."""

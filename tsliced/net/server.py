@@ -396,15 +396,19 @@ class Server:
         )
 
     def _on_status(self, client: Client, request: StatusQuery) -> None:
-        self._send(client, reply(request.id, status=self._status.status()))
+        self._send_whole(client, reply(request.id, status=self._status.status()))
 
     def _on_ps(self, client: Client, request: PsQuery) -> None:
-        self._send(client, reply(request.id, ranks=self._status.ranks()))
+        self._send_whole(client, reply(request.id, ranks=self._status.ranks()))
 
     def _on_events(self, client: Client, request: EventsQuery) -> None:
-        history = self._driver.around.history
-        page = history.since(request.since, request.limit)
-        self._send(client, reply(request.id, events=page.events, next=page.next))
+        history, limit = self._driver.around.history, request.limit
+        while True:
+            page = history.since(request.since, limit)
+            if self._send(client, reply(request.id, events=page.events, next=page.next)):
+                break
+            # More than a frame holds. A part is as good: `next` says where to go on.
+            limit //= 2
         if request.follow and client.follower is None:
             loop = asyncio.get_running_loop()
 
@@ -438,9 +442,16 @@ class Server:
         if client.connection is not None:
             client.connection.refuse("bad_request", "a connection says hello once")
 
-    def _send(self, client: Client, message: Message) -> None:
-        if client.connection is not None:
-            client.connection.send(message)
+    def _send(self, client: Client, message: Message) -> bool:
+        """Send a message to a client that is there; return False if it exceeds a frame."""
+        if client.connection is None:
+            return True
+        return client.connection.send(message)
+
+    def _send_whole(self, client: Client, answer: Message) -> None:
+        if not self._send(client, answer):
+            text = "there is more to tell than one message can hold"
+            self._send(client, error_reply(answer["re"], "would_exceed_limit", text))
 
     # --- the core's answers (Clients) ---------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
 from libtimeslice.protocol import Message
@@ -22,6 +24,8 @@ from tsliced.host.processes import command_name
 from tsliced.host.scan import Scanner
 
 SCHEMA = 1
+#: Waiters of a group, and jobs, that are listed one by one: an answer is one message.
+MOST_SHOWN = 1000
 
 _ROUND_STATES = {
     RoundState.QUEUED: "reserved",
@@ -61,7 +65,7 @@ class StatusPage:
             "driver": driver,
             "backend": self.backend,
             "groups": [self._group(group, now) for group in machine.config.groups],
-            "jobs": [self._job(job, now) for job in self._jobs()],
+            "jobs": self._all_jobs(now),
             "sessions": len(machine.leasing.sessions),
             "memory": {
                 "available_bytes": self.memory.host_available_bytes(),
@@ -102,7 +106,10 @@ class StatusPage:
             "next": _job(chosen.job) if chosen is not None and holder is None else None,
             "resident": [_job(tenancy.key.job) for tenancy in residents],
             "waiters": len(arbiter.queue),
-            "queue": [self._waiting(leasing.rounds[round_id], now) for round_id in arbiter.queue],
+            "queue": [
+                self._waiting(leasing.rounds[round_id], now)
+                for round_id in islice(arbiter.queue, MOST_SHOWN)
+            ],
             "reason": str(reason) if reason is not None else None,
         }
 
@@ -125,22 +132,24 @@ class StatusPage:
             "name": device.name if device is not None else "unknown",
             "total_bytes": device.total_bytes if device is not None else 0,
             "used_bytes": reading.used_bytes if reading is not None else None,
-            "utilization_pct": reading.utilization_pct if reading is not None else None,
+            "utilization_pct": self.scanner.utilization.get(uuid),
         }
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    def _jobs(self) -> list[JobKey]:
-        leasing = self.machine.leasing
-        jobs = dict.fromkeys(self.machine.tenancies.by_job)
-        jobs |= dict.fromkeys(round_.job for round_ in leasing.rounds.values())
-        jobs |= dict.fromkeys(leasing.faults)
-        return sorted(jobs)
+    def _all_jobs(self, now: float) -> list[Message]:
+        leasing, tenancies = self.machine.leasing, self.machine.tenancies
+        rounds: defaultdict[JobKey, list[Round]] = defaultdict(list)
+        for round_ in leasing.rounds.values():
+            rounds[round_.job].append(round_)
+        jobs = {*tenancies.by_job, *rounds, *leasing.faults}
+        # Those with something on this host come first, should there be more than are shown.
+        shown = sorted(jobs, key=lambda job: (job not in tenancies.by_job, job))[:MOST_SHOWN]
+        return [self._job(job, rounds.get(job, []), now) for job in shown]
 
-    def _job(self, job: JobKey, now: float) -> Message:
+    def _job(self, job: JobKey, rounds: list[Round], now: float) -> Message:
         leasing, tenancies = self.machine.leasing, self.machine.tenancies
         own = [tenancies.all[key] for key in tenancies.by_job.get(job, ())]
-        rounds = [round_ for round_ in leasing.rounds.values() if round_.job == job]
         ranks = [rank for tenancy in own for rank in tenancy.participant.ranks.values()]
         parked = [rank for rank in ranks if rank.state is RankState.PARKED]
         held = [lease for r in rounds if _held(r) for lease in r.members.values()]
