@@ -253,18 +253,24 @@ class AsyncTimeSlice(BaseClient):
     ) -> AsyncLease:
         """Like `lease`, for code that cannot use `async with`. Must be followed by `release`."""
         lease = await self._acquire(self._ask(groups, timeout, phase, ranks, arrive))
+        self._forget_released()
         self._plain.append(lease)
         return lease
 
     async def release(self, lease: AsyncLease | None = None) -> Released | None:
         """Releases a lease that `acquire` returned, without one the latest."""
         if lease is None:
+            self._forget_released()
             if not self._plain:
                 raise ValueError("nothing was acquired with acquire(), or all of it was released")
             lease = self._plain.pop()
         elif lease in self._plain:
             self._plain.remove(lease)
         return await lease.release()
+
+    def _forget_released(self) -> None:
+        while self._plain and self._plain[-1].state is LeaseState.RELEASED:
+            self._plain.pop()
 
     @overload
     def on_accelerators(self, function: CoroutineFunction, /) -> CoroutineFunction: ...

@@ -30,6 +30,7 @@ from libtimeslice.base import (
     progress_message,
     queue_message,
 )
+from libtimeslice.connection import Connection
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import Lease, LeaseContext, OffAccelerators
 from libtimeslice.line import Line
@@ -37,6 +38,8 @@ from libtimeslice.link import TICK_S, OutOfTime, remaining
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
 from libtimeslice.usage import Function, OnAccelerators
+
+__all__ = ["Connection", "TimeSlice", "connect"]
 
 
 def connect(
@@ -153,18 +156,25 @@ class TimeSlice(BaseClient):
     ) -> Lease:
         """Like `lease`, for code that cannot use `with`. Must be followed by `release`."""
         lease = self._acquire(self._ask(groups, timeout, phase, ranks, arrive))
+        self._forget_released()
         self._plain.append(lease)
         return lease
 
     def release(self, lease: Lease | None = None) -> Released | None:
         """Releases a lease that `acquire` returned, without one the latest. See `Lease.release`."""
         if lease is None:
+            self._forget_released()
             if not self._plain:
                 raise ValueError("nothing was acquired with acquire(), or all of it was released")
             lease = self._plain.pop()
         elif lease in self._plain:
             self._plain.remove(lease)
         return lease.release()
+
+    def _forget_released(self) -> None:
+        """Drops leases that were released by themselves from those that `release` looks at."""
+        while self._plain and self._plain[-1].state is LeaseState.RELEASED:
+            self._plain.pop()
 
     @overload
     def on_accelerators(self, function: Function, /) -> Function: ...

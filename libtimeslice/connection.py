@@ -26,8 +26,18 @@ from types import FrameType
 
 from libtimeslice import __version__
 from libtimeslice.errors import DaemonUnreachable, TimeSliceError, Unavailable, error_from
-from libtimeslice.link import READ_BYTES, TICK_S, Link, OutOfTime, hang_up, open_link, remaining
-from libtimeslice.protocol import MAX_EVENTS, PROTOCOL_VERSION, FrameReader, Message, encode
+from libtimeslice.link import (
+    READ_BYTES,
+    TICK_S,
+    Link,
+    OutOfTime,
+    hang_up,
+    make_blocking,
+    open_link,
+    remaining,
+)
+from libtimeslice.protocol import MAX_EVENTS, FrameReader, Message, encode
+from libtimeslice.session import Session
 
 #: Longest that a message which may get lost waits for another thread that is sending, seconds.
 _DROP_LIMIT_S = 1.0
@@ -52,6 +62,7 @@ class Connection:
         ids: Iterator[int] | None = None,
         on_message: Callable[[Connection, Message], object] | None = None,
     ) -> None:
+        make_blocking(sock)
         self.sock = sock
         self.opened_at = time.monotonic()
         #: What came unasked, oldest first, if there is no `on_message`.
@@ -81,18 +92,9 @@ class Connection:
 
         Raises DaemonUnreachable within `limit_s` seconds, or what the daemon answers to the hello.
         """
-        hello: Message = {
-            "t": "hello",
-            "version": list(PROTOCOL_VERSION),
-            "client": f"libtimeslice/{__version__}",
-            "caps": [],
-            "job": job,
-            "uid": None,
-            "role": role,
-            "session": None,
-            "secret": None,
-            "ranks": None,
-        }
+        hello = Session().hello(
+            client=f"libtimeslice/{__version__}", role=role, job=job, caps=(), ranks=None
+        )
         link = open_link(path, hello, limit_s=limit_s)
         connection = cls(link.sock, reader=link.reader)
         connection.take_over(link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import socket
 import threading
 import time
@@ -210,13 +211,14 @@ class Line:
             session.disconnected(now)
         limit = session.give_up_at or now + self.settings.connect_timeout_s
         until = limit if deadline is None else min(limit, deadline)
-        while True:
-            if self.closed:
-                raise ClientClosed("the client is closed")
+        for losses in itertools.count(1):
             try:
                 return self._adopt(open_within(self.settings.path(), self._hello, until=until))
             except ConnectionLost:
-                pass  # it went away right after its welcome; `until` still stands
+                # It went away right after its welcome.
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(pause_s(losses))
             except Unavailable as error:
                 if session.session is not None and until < limit:
                     raise OutOfTime(str(error)) from error
@@ -227,6 +229,7 @@ class Line:
                 if error.code != ErrorCode.SESSION_UNKNOWN or session.session is None:
                     raise
                 self._end_session("the daemon does not know the session any more")
+        raise AssertionError("counting does not end")
 
     def _hello(self) -> Message:
         if self.closed:

@@ -22,8 +22,9 @@ from libtimeslice.protocol import FrameReader, Message, encode
 
 #: Bytes to ask the kernel for at a time; the usual message has about a hundred.
 READ_BYTES = 16384
-#: The kernel gives a blocked read back after this time, so that whoever reads can look at limits.
-TICK_S = 5.0
+#: The kernel gives a blocked read back after this time, so that whoever reads can look at limits,
+#: and at signals: Python does not see one that comes just before the read begins to block.
+TICK_S = 1.0
 #: A daemon that takes nothing in for this long is as good as gone.
 SEND_LIMIT_S = 10.0
 #: Longest that one connection attempt waits for its welcome. A daemon that starts may need seconds.
@@ -127,6 +128,16 @@ def hang_up(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
+def make_blocking(sock: socket.socket) -> None:
+    """Lets the kernel watch the time.
+
+    A time-out of Python's would put a poll before each read: a system call more on every request.
+    """
+    sock.setblocking(True)
+    for option, limit_s in ((socket.SO_RCVTIMEO, TICK_S), (socket.SO_SNDTIMEO, SEND_LIMIT_S)):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(limit_s), 0))
+
+
 def _shake_hands(sock: socket.socket, path: str, hello: Message, deadline: float) -> Link:
     _limit(sock, deadline)
     sock.connect(path)
@@ -146,7 +157,6 @@ def _shake_hands(sock: socket.socket, path: str, hello: Message, deadline: float
         raise ProtocolError(
             f"expected a welcome, not {welcome.get('t')!r:.80}; is {path} tsliced's?"
         )
-    _make_blocking(sock)
     return Link(sock=sock, reader=reader, welcome=welcome, backlog=messages)
 
 
@@ -155,16 +165,6 @@ def _limit(sock: socket.socket, deadline: float) -> None:
     if left_s <= 0:
         raise TimeoutError("it did not answer in time")
     sock.settimeout(left_s)
-
-
-def _make_blocking(sock: socket.socket) -> None:
-    """Lets the kernel watch the time.
-
-    A time-out of Python's would put a poll before each read: a system call more on every request.
-    """
-    sock.setblocking(True)
-    for option, limit_s in ((socket.SO_RCVTIMEO, TICK_S), (socket.SO_SNDTIMEO, SEND_LIMIT_S)):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(limit_s), 0))
 
 
 def _why(path: str, error: OSError) -> str:

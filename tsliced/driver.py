@@ -397,7 +397,12 @@ class Driver:
             self.post(GroupsObserved(found=found))
 
     async def flush_history_for_ever(self, interval_s: float) -> None:
-        """Hand the history over for storing, about every second."""
+        """Hand the history over for storing, about every second; tell when that does not work."""
+        told: JournalError | None = None
         while True:
             await asyncio.sleep(interval_s)
             self.around.history.flush()
+            error = self.around.journal.background_error
+            if error is not None and error is not told:
+                told = error
+                self.note("journal", "error", reason=str(error))

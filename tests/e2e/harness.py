@@ -131,6 +131,12 @@ class Rank:
         for line in lines:
             self._unanswered.pop(0).answer = json.loads(line)
 
+    def stop(self) -> None:
+        """Stops the process, and waits until all of it has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
     def kill(self) -> None:
         """Ends the process at once, and reaps it."""
         self.process.kill()

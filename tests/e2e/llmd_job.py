@@ -1,8 +1,8 @@
 """A job in the shape of llm-d's published example: two groups, two decorated phases, and a reward
 between them; only the import and the target are of tsliced.
 
-Run as ``llmd_job.py JOB STEPS``; it prints one line for each phase, and ``done``. Each phase runs in
-a process of its own with state on the devices of its group, as an engine and a trainer do.
+Run as ``llmd_job.py JOB STEPS``; it writes one word for each phase, and ``done``. Each phase runs
+in a process of its own with state on the devices of its group, as an engine and a trainer do.
 """
 
 from __future__ import annotations
@@ -85,14 +85,18 @@ def reward() -> str:
     return "rewarded"
 
 
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
 deploy_sampler()
 deploy_trainer()
 for _ in range(steps):
-    print(sample(), flush=True)
-    print(reward(), flush=True)
-    print(train(), flush=True)
-print("done", flush=True)
-sampler.end()
-trainer.end()
+    for phase in (sample, reward, train):
+        say(phase())
+say("done")
+for engine in (sampler, trainer):
+    engine.end()
 for client in (samplers, trainers):
     client.close()

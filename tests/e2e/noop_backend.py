@@ -1,4 +1,4 @@
-"""A snapshot backend that claims success and moves nothing: what the tests must not be taken in by."""
+"""A snapshot backend that claims success and moves nothing. The tests must not believe it."""
 
 from __future__ import annotations
 

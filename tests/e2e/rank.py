@@ -1,9 +1,9 @@
 """A process under test: holds device state, asks for leases, and does what it is told on stdin.
 
 A command is one JSON line ``{"name", "arguments"}`` and is answered by one line, ``{"value"}`` or
-``{"error": {"type", "code", "message"}}``; commands run one after the other. Device calls go through
-plain ctypes to whatever libcuda.so.1 the dynamic linker finds, and nothing here knows of the daemon
-but through `libtimeslice`.
+``{"error": {"type", "code", "message"}}``; commands run one after the other. Device calls go by
+ctypes to whatever libcuda.so.1 the dynamic linker finds, and nothing here knows of the daemon but
+through `libtimeslice`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import ray
 LIMIT_S = 60
 
 
-@ray.remote(num_cpus=0, num_gpus=0.5)
 class Trainer:
     """Holds device state."""
 
@@ -61,7 +60,8 @@ def start(count: int) -> list[int]:
         _temp_dir=tempfile.mkdtemp(prefix="r", dir=os.environ["RAY_ROOT"]),
         log_to_driver=False,
     )
-    actors.extend(Trainer.remote() for _ in range(count))
+    remote = ray.remote(num_cpus=0, num_gpus=1 / count)(Trainer)
+    actors.extend(remote.remote() for _ in range(count))
     return [ray.get(actor.hide_environment.remote(), timeout=LIMIT_S) for actor in actors]
 
 

@@ -50,8 +50,8 @@ def test_a_waiter_that_dies_while_the_other_is_moved_off_leaves_the_group_free(
 def test_a_stopped_process_is_not_touched_and_goes_on_after_its_continuation(host: Host) -> None:
     rank, waiter = host.trainer("a", mib=8), host.rank("b")
     digest = rank.do("digest")
-    os.kill(rank.pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match="stopped by a signal.*SIGCONT"):
+    rank.stop()
+    with pytest.raises(RankError, match=r"stopped by a signal.*SIGCONT"):
         waiter.do("acquire", groups="g1", timeout=1)
     assert [o["state"] for o in host.operations() if o["reason"] is None] == []
     os.kill(rank.pid, signal.SIGCONT)
@@ -106,7 +106,10 @@ def test_after_a_crash_the_daemon_knows_who_holds_and_who_is_parked_g8(host: Hos
 
 
 @pytest.mark.parametrize("verb", ["snapshot", "restore"])
-def test_a_crash_in_the_middle_of_a_copy_loses_nothing_g12(make_host: MakeHost, verb: str) -> None:
+@pytest.mark.parametrize("end", ["crash", "stop"])
+def test_a_daemon_that_ends_in_the_middle_of_a_copy_loses_nothing_g12(
+    make_host: MakeHost, verb: str, end: str
+) -> None:
     host = make_host(SOFTCUDA_THROTTLE_MBPS="40")
     rank, other = host.trainer("a", mib=20, seed=1), host.rank("b")
     digest = rank.do("digest")
@@ -116,7 +119,10 @@ def test_a_crash_in_the_middle_of_a_copy_loses_nothing_g12(make_host: MakeHost, 
     asker = other if verb == "snapshot" else rank
     asked = asker.start("acquire", groups="g1", timeout=30)
     until(lambda: verb in {r["doing"] for r in host.ask("ps")["ranks"]}, "it is copied")
-    host.kill_daemon()
+    if end == "crash":
+        host.kill_daemon()
+    else:
+        assert host.stop_daemon() == 0, "it does not wait for the copy"
     assert host.workers(), "the worker outlives the daemon, in the middle of its call"
     host.start_daemon()
     assert asked.wait()["state"] == "held"

@@ -32,8 +32,8 @@ def overlap(operations: list[dict[str, Any]]) -> bool:
     An event comes at the earliest when its operation has ended, so the beginnings that are worked
     out here are late, if anything: what did not overlap does not seem to.
     """
-    began = max(operation["at"] - operation["seconds"] for operation in operations)
-    return began < min(operation["at"] for operation in operations)
+    began = max(float(operation["at"] - operation["seconds"]) for operation in operations)
+    return began < min(float(operation["at"]) for operation in operations)
 
 
 def test_all_ranks_are_frozen_before_one_is_snapshotted_and_devices_are_copied_in_parallel(

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from conftest import MakeHost
 from harness import Host, RankError, until
 from raw_client import RawClient
+
+from libtimeslice import Unavailable
+
+
+def has_restore_thread(pid: int) -> bool:
+    names = (task / "comm" for task in Path(f"/proc/{pid}/task").iterdir())
+    return any(name.read_text().startswith("cuda") for name in names)
 
 
 def test_callbacks_of_a_rank_run_around_a_switch(host: Host) -> None:
@@ -73,6 +81,7 @@ def test_a_process_that_never_calls_us_is_attached_and_parked_for_another(host: 
     silent = host.rank()
     silent.do("context")
     silent.do("fill", mib=40)
+    until(lambda: has_restore_thread(silent.pid), "the driver has a thread in it")
     digest = silent.do("digest")
     answer = host.ask("attach", job="quiet", pid=silent.pid, groups=None)
     assert answer["groups"] == ["g1"]
@@ -88,10 +97,10 @@ def test_a_process_that_never_calls_us_is_attached_and_parked_for_another(host: 
 def test_a_stopped_process_is_not_attached_until_it_goes_on(host: Host) -> None:
     silent = host.rank()
     silent.do("context")
-    os.kill(silent.pid, signal.SIGSTOP)
-    error = host.ask("attach", job="quiet", pid=silent.pid, groups=None)["err"]
-    assert error["code"] == "unavailable"
-    assert "SIGCONT" in error["message"]
+    until(lambda: has_restore_thread(silent.pid), "the driver has a thread in it")
+    silent.stop()
+    with pytest.raises(Unavailable, match="SIGCONT"):
+        host.ask("attach", job="quiet", pid=silent.pid, groups=None)
     os.kill(silent.pid, signal.SIGCONT)
     assert host.ask("attach", job="quiet", pid=silent.pid, groups=None)["groups"] == ["g1"]
 

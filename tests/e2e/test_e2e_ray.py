@@ -63,21 +63,21 @@ def test_two_ray_experiments_of_one_user_are_two_jobs_that_alternate(
         driver.do("release")
     assert len({digest for digests in expected.values() for digest in digests}) == 2 * ACTORS
 
-    holder, other = second, first
+    present, absent = second, first
     for _ in range(3):
-        until(lambda: states_of(host, pids[holder.job]) == ["running"] * ACTORS, "they are found")
-        assert states_of(host, pids[other.job]) == ["parked"] * ACTORS
-        assert ACTORS * STATE_MIB * MIB <= host.used_bytes() < 64 * MIB
-        holder, other = other, holder
-        lease = holder.do("acquire", groups="g1", timeout=30)
+        assert_alone(host, pids[present.job], pids[absent.job])
+        present, absent = absent, present
+        lease = present.do("acquire", groups="g1", timeout=30)
         assert lease["restored"] is True
-        assert holder.do("digests", limit_s=LIMIT_S) == expected[holder.job]
-        holder.do("release")
+        assert present.do("digests", limit_s=LIMIT_S) == expected[present.job]
+        present.do("release")
     jobs = {rank["pid"]: rank["job"]["id"] for rank in host.ask("ps")["ranks"]}
     assert jobs == {pid: job for job, found in pids.items() for pid in found}
     assert os.getuid() == host.ask("ps")["ranks"][0]["uid"]
 
 
-def states_of(host: Host, pids: list[int]) -> list[str | None]:
-    states = host.states()
-    return [states.get(pid) for pid in pids]
+def assert_alone(host: Host, present: list[int], absent: list[int]) -> None:
+    """Checks that all of one experiment is on the device, and nothing of the other."""
+    expected = dict.fromkeys(present, "running") | dict.fromkeys(absent, "parked")
+    until(lambda: host.states() == expected, "all actors are known and where they belong")
+    assert ACTORS * STATE_MIB * MIB <= host.used_bytes() < (ACTORS + 1) * STATE_MIB * MIB

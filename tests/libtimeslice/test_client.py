@@ -104,6 +104,9 @@ def test_acquire_and_release_are_plain_calls_and_tell_the_queue(
     assert daemon.count("release") == 2
     with pytest.raises(ValueError, match="nothing was acquired"):
         ts.release()
+    ts.acquire("n1")
+    ts.acquire("n2").release()
+    assert ts.release() == Released(waiters=1, deferred=False)
 
 
 def test_a_refused_acquire_raises_by_kind_with_the_facts(ts: TimeSlice) -> None:

@@ -35,11 +35,12 @@ class InterruptAt:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
+        before = sys.gettrace()
         sys.settrace(self._on_call)
         try:
             yield
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
 
     def _on_call(self, frame: FrameType, event: str, _argument: Any) -> Any:
         return self._on_line if frame.f_code.co_filename.startswith(LIBRARY) else None

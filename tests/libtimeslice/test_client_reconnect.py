@@ -263,6 +263,26 @@ def test_a_daemon_that_always_hangs_up_ends_the_attempts(
     assert daemon.count("status") == 4
 
 
+def test_a_daemon_that_hangs_up_on_every_welcome_is_not_hammered(daemon: FakeDaemon) -> None:
+    with connect(daemon.path, reply_limit_s=0.5) as ts:
+        lease = ts.acquire("n1")
+        daemon.stop()
+        wait_for_state(ts, lease.id, LeaseState.UNCERTAIN)
+        lease.release()  # something to repeat as soon as there is a welcome
+
+        def hang_up(connection: FakeConnection, message: Message) -> bool:
+            if message.get("t") == "hello":
+                daemon._handle(connection, message)
+            connection.hang_up()
+            return True
+
+        daemon.intercept = hang_up
+        daemon.start()
+        with pytest.raises(DaemonUnreachable):
+            ts.status()
+        assert 1 < daemon.count("hello") < 40
+
+
 def test_a_daemon_that_finds_fault_is_not_asked_the_same_again(
     daemon: FakeDaemon, ts: TimeSlice
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -354,3 +356,22 @@ def test_frames_are_plain_msgpack_behind_a_big_endian_length() -> None:
     frame = encode({"t": "ping", "id": 1, "raw": b"\xff"})
     assert struct.unpack(">I", frame[:4])[0] == len(frame) - 4
     assert msgpack.unpackb(frame[4:]) == {"t": "ping", "id": 1, "raw": b"\xff"}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+
+def test_the_page_for_implementers_names_every_message_code_and_limit() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [name for name in protocol._PARSERS if f"`{name}`" not in page]
+    missing = [name for name in missing if f"### {name}" not in page and f'"{name}"' not in page]
+    missing += [str(code) for code in ErrorCode if f"| `{code}` |" not in page]
+    for limit in (protocol.MAX_FRAME, protocol.MAX_TEXT, protocol.MAX_EVENTS, protocol.MAX_PID):
+        if f"{limit:,}".replace(",", " ") not in page:
+            missing.append(str(limit))
+    assert missing == []
+
+
+def test_the_example_frame_of_the_page_is_what_is_sent() -> None:
+    (line,) = re.findall(r"^00 00 00 0c .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert bytes.fromhex(line) == encode({"t": "ping", "id": 1})

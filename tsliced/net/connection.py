@@ -124,9 +124,11 @@ class Connection(asyncio.Protocol):
             frame = encode(message)
         except ProtocolError:
             return False
-        transport.write(frame)
+        # Asked before it is written: one message may be larger than all that may wait.
         if transport.get_write_buffer_size() > self._most_unsent:
             transport.abort()
+        else:
+            transport.write(frame)
         return True
 
     def refuse(self, code: str, text: str) -> None:
