@@ -1,23 +1,31 @@
-"""A small thread in a rank that answers the daemon while the rank computes.
+"""A small thread in a rank that answers the daemon, and runs callbacks, while the rank computes.
 
 It has its own connection (role `agent`) and no leases. The daemon asks it to quiesce before the
-rank is frozen, to resume after it was thawed, and to empty the caching allocator; it tells it of
-contention and loss. The thread reconnects by itself for as long as the process lives.
+rank is frozen, to resume after it was thawed, and to empty the caching allocator. It also listens
+on the client's connection while no other thread reads there, so that contention is told within a
+second though the caller computes. It reconnects by itself for as long as the client lives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
+import select
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 from libtimeslice import __version__, accelerator
 from libtimeslice.callbacks import Callbacks, Contended, Lost, Pause, Resume
-from libtimeslice.connection import Connection
+from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
 from libtimeslice.errors import TimeSliceError, Unavailable
-from libtimeslice.link import Link, open_link, pause_s
+from libtimeslice.link import open_link, pause_s, remaining
 from libtimeslice.protocol import ErrorCode, Message, error_reply, reply
 from libtimeslice.session import Session
 
@@ -25,27 +33,46 @@ logger = logging.getLogger("libtimeslice")
 
 #: Longest pause between two attempts to reach a daemon, seconds.
 _LONGEST_PAUSE_S = 30.0
-#: The thread looks this often whether it was stopped, seconds.
-_LOOK_S = 60.0
+#: The thread looks this often what there is to listen to, seconds.
+_LOOK_S = 1.0
 #: Longest that `stop` waits for the thread, seconds; a callback may be running in it.
 _STOP_LIMIT_S = 1.0
+_ONE = (1).to_bytes(8, sys.byteorder)
+#: Longest that a callback may take if the daemon says nothing, seconds.
+_CALLBACK_LIMIT_S = 60.0
+
+
+class Overheard(Protocol):
+    """The client's own line, as far as its agent listens to it."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the client is closed, or gone."""
+
+    def socket_to_watch(self) -> socket.socket | None:
+        """The socket of the client's connection, unless a thread reads it already."""
+
+    def drain(self) -> None:
+        """Takes in what has come, without waiting."""
 
 
 class Agent:
     """One agent of one client. `start` may be called again whenever a callback was added."""
 
-    def __init__(self, settings: Settings, callbacks: Callbacks) -> None:
+    def __init__(self, settings: Settings, callbacks: Callbacks, line: Overheard) -> None:
         self.job = settings.job
         #: Whether this process made itself known as a rank, to be repeated on each connection.
         self.registered = False
-        #: Set while the agent is connected, for those who wait for it.
-        self.connected = threading.Event()
         self._settings = settings
         self._callbacks = callbacks
-        self._stopped = threading.Event()
+        self._line = line
+        self._stopped = False
         self._connection: Connection | None = None
+        self._failures = 0
         self._thread: threading.Thread | None = None
         self._caps: tuple[str, ...] = ()
+        #: An event counter; a file object, so that what comes after its close harms no other file.
+        self._bell = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._handlers: dict[str, Callable[[Message], Message]] = {
             "quiesce": self._quiesce,
             "resume": self._resume,
@@ -54,9 +81,10 @@ class Agent:
 
     def start(self) -> None:
         """Starts the thread, or makes a running one announce what it can do by now."""
-        if self._stopped.is_set():
+        if self._has_ended():
             return
         if self._thread is None or not self._thread.is_alive():
+            self._callbacks.wake = self._wake
             thread = threading.Thread(target=self._run, name="timeslice-agent", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 thread.start()
@@ -66,39 +94,54 @@ class Agent:
 
     def stop(self, *, wait: bool = True) -> None:
         """Ends the thread; waits for it for a second at most."""
-        self._stopped.set()
+        self._stopped = True
+        self._wake()
         connection, thread = self._connection, self._thread
         if connection is not None:
             connection.fail("the client was closed")
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join(_STOP_LIMIT_S)
+        if thread is None:
+            self._bell.close()
 
     def abandon_after_fork(self) -> None:
         """Drops what belongs to the parent process: its thread does not exist here."""
-        self._stopped.set()
+        self._stopped = True
+        self._bell.close()
         if self._connection is not None:
             self._connection.close_after_fork()
+
+    def _has_ended(self) -> bool:
+        return self._stopped or self._line.closed
+
+    def _wake(self) -> None:
+        with contextlib.suppress(ValueError):  # the thread is gone
+            self._bell.write(_ONE)
 
     def _capabilities(self) -> tuple[str, ...]:
         # Without a callback the daemon need not ask, and a freeze has one round trip less.
         quiesces = self._callbacks.has(Pause, Resume)
         return ("empty_cache", "quiesce") if quiesces else ("empty_cache",)
 
+    # -- the thread
+
     def _run(self) -> None:
-        failures = 0
-        while not self._stopped.is_set():
+        while not self._has_ended():
+            self._failures += 1
             try:
                 with self._connect() as connection:
-                    failures = 0
                     self._serve(connection)
             except (Unavailable, TimeoutError) as error:
                 logger.debug("the agent has no connection: %s", error)
             except TimeSliceError as error:
                 logger.warning("the agent was turned away: %s", error)
-            failures += 1
-            self._stopped.wait(pause_s(failures, longest_s=_LONGEST_PAUSE_S))
+            until = time.monotonic() + pause_s(self._failures, longest_s=_LONGEST_PAUSE_S)
+            while not self._has_ended() and time.monotonic() < until:
+                self._listen(None, until)
+        self._bell.close()
 
     def _connect(self) -> Connection:
+        self._connection = None
         self._caps = self._capabilities()
         hello = Session().hello(
             client=f"libtimeslice/{__version__}",
@@ -107,11 +150,11 @@ class Agent:
             caps=self._caps,
             ranks=None,
         )
-        link: Link = open_link(self._settings.path(), hello)
+        link = open_link(self._settings.path(), hello)
         connection = Connection(link.sock, reader=link.reader)
         self._connection = connection
         # `stop` and `start` may have looked just before there was something to close.
-        if self._stopped.is_set() or self._caps != self._capabilities():
+        if self._has_ended() or self._caps != self._capabilities():
             connection.fail("the client was closed, or has new capabilities")
         connection.take_over(link)
         return connection
@@ -119,30 +162,37 @@ class Agent:
     def _serve(self, connection: Connection) -> None:
         if self.registered:
             connection.request({"t": "register", "pid": None}, self._settings.reply_limit_s)
-        self.connected.set()
-        try:
-            while not self._stopped.is_set():
-                message = connection.take_notice(_LOOK_S)
-                if message is not None:
-                    self._handle(connection, message)
-        finally:
-            self.connected.clear()
+        while not self._has_ended():
+            while connection.notices:
+                self._handle(connection, connection.notices.popleft())
+            if connection.lost:
+                raise ConnectionLost("the agent's connection was lost")
+            self._listen(connection, time.monotonic() + _LOOK_S)
+            if time.monotonic() - connection.opened_at > _LOOK_S:
+                self._failures = 0
+
+    def _listen(self, connection: Connection | None, until: float) -> None:
+        """Waits for anything to do until a monotonic instant, and does what others posted."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        if connection is not None:
+            poller.register(connection.sock, select.POLLIN)
+        watched = self._line.socket_to_watch() if self._callbacks.has(Contended, Lost) else None
+        if watched is not None:
+            with contextlib.suppress(ValueError):  # closed just now
+                poller.register(watched, select.POLLIN)
+        poller.poll(remaining(until, most_s=_LOOK_S) * 1000 + 1)
+        self._bell.read(len(_ONE))  # None if it was something else
+        if watched is not None:
+            self._line.drain()
+        if connection is not None:
+            connection.drain()
+        self._callbacks.run_posted()
 
     def _handle(self, connection: Connection, message: Message) -> None:
-        kind, request_id = message.get("t"), message.get("id")
+        request_id = message.get("id")
         if isinstance(request_id, int):
-            connection.send(self._answer(str(kind), request_id, message))
-        elif kind == "contended":
-            self._callbacks.tell(
-                Contended(
-                    lease=str(message.get("lease")),
-                    groups=tuple(message.get("groups") or ()),
-                    waiters=int(message.get("waiters") or 0),
-                )
-            )
-        elif kind == "lost":
-            reason = str(message.get("reason", "no reason given"))
-            self._callbacks.tell(Lost(lease=str(message.get("lease")), reason=reason))
+            connection.send(self._answer(str(message.get("t")), request_id, message))
 
     def _answer(self, kind: str, request_id: int, message: Message) -> Message:
         handler = self._handlers.get(kind)
@@ -159,13 +209,15 @@ class Agent:
             )
 
     def _quiesce(self, message: Message) -> Message:
-        limit_s = float(message.get("timeout_s") or _LONGEST_PAUSE_S)
-        pause = Pause(groups=tuple(message.get("groups") or ()), timeout_s=limit_s)
-        self._callbacks.run(pause, limit_s=limit_s)
+        limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
+        groups = tuple(message.get("groups") or ())
+        self._callbacks.run(Pause(groups=groups, timeout_s=limit_s), limit_s=limit_s)
         return {}
 
     def _resume(self, message: Message) -> Message:
-        self._callbacks.run(Resume(groups=tuple(message.get("groups") or ())))
+        limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
+        groups = tuple(message.get("groups") or ())
+        self._callbacks.run(Resume(groups=groups), limit_s=limit_s)
         return {}
 
     def _empty_cache(self, _message: Message) -> Message:

@@ -36,6 +36,7 @@ from libtimeslice.base import (
     logger,
     progress_message,
     queue_message,
+    tell_contended,
 )
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import LeaseView
@@ -199,6 +200,8 @@ class AsyncOnAccelerators:
 
 class AsyncTimeSlice(BaseClient):
     """A client of the daemon for one event loop. Pickles as its configuration."""
+
+    _line: AsyncLine
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -413,6 +416,7 @@ class AsyncTimeSlice(BaseClient):
         grant = session.granted(ask, message["id"], answer, holder)
         if grant.ack_s is not None:
             self._line.send_or_drop({"t": "ack", "lease": grant.lease})
+        tell_contended(self.callbacks, grant)
         return grant
 
     async def _take_again(

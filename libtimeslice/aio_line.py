@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from libtimeslice.base import MAX_LOSSES, client_hello, no_answer, tell_lost
+from libtimeslice.base import MAX_LOSSES, client_hello, no_answer, tell_lost, tell_notice
 from libtimeslice.callbacks import Callbacks
 from libtimeslice.connection import ConnectionLost
 from libtimeslice.environment import Settings
@@ -400,8 +400,18 @@ class AsyncLine:
     def _receive(self, connection: AsyncConnection, message: Message) -> None:
         received = self.session.receive(message)
         tell_lost(self._callbacks, received.lost)
+        tell_notice(self._callbacks, message)
         for answer in received.send:
             connection.send_or_drop(answer)
+
+    # -- for the agent
+
+    def socket_to_watch(self) -> socket.socket | None:
+        """The loop reads everything itself."""
+        return None
+
+    def drain(self) -> None:
+        """The loop reads everything itself."""
 
     # -- the end
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Iterable
 
 from libtimeslice import __version__
-from libtimeslice.agent import Agent
+from libtimeslice.agent import Agent, Overheard
 from libtimeslice.callbacks import Callback, Callbacks, Contended, Lost, Notice, Pause, Resume
 from libtimeslice.environment import Mode, Settings, check_name
 from libtimeslice.errors import (
@@ -46,6 +45,7 @@ class BaseClient:
     """Configuration, checks and callbacks of a client. See `client.TimeSlice`."""
 
     _session: Session
+    _line: Overheard
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -118,7 +118,7 @@ class BaseClient:
         if self._closed:
             return
         if self._agent is None:
-            self._agent = Agent(self.settings, self.callbacks)
+            self._agent = Agent(self.settings, self.callbacks, self._line)
         self._agent.job = self.job
         self._agent.registered = self._agent.registered or registered
         self._agent.start()
@@ -186,18 +186,33 @@ class BaseClient:
 
 
 def tell_lost(callbacks: Callbacks, lost: Iterable[Grant]) -> None:
-    """Logs the loss of leases, and runs the callbacks for it in a thread of their own.
-
-    The thread that finds out may be in the middle of anything. Losses are rare, so are the threads.
-    """
+    """Logs the loss of leases and has their callbacks run."""
     for grant in lost:
         notice = Lost(lease=grant.lease, reason=grant.reason or "no reason given")
         logger.warning("lease %s of %s was lost: %s", grant.lease, grant.groups, notice.reason)
-        if callbacks.has(Lost):
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-                threading.Thread(
-                    target=callbacks.tell, args=(notice,), name="timeslice-lost", daemon=True
-                ).start()
+        callbacks.post(notice)
+
+
+def tell_notice(callbacks: Callbacks, message: Message) -> None:
+    """Passes on what the daemon says about leases beyond what the session's books need."""
+    kind = message.get("t")
+    if kind == "contended":
+        callbacks.post(
+            Contended(
+                lease=str(message.get("lease")),
+                groups=tuple(message.get("groups") or ()),
+                waiters=int(message.get("waiters") or 0),
+            )
+        )
+    elif kind in ("stalled", "rank_lost"):
+        # Nothing that a program could do about it, and what a person will look for.
+        logger.warning("%s: lease %s: %s", kind, message.get("lease"), message.get("reason"))
+
+
+def tell_contended(callbacks: Callbacks, grant: Grant) -> None:
+    """Has callbacks run for a lease for which others waited from the beginning."""
+    if grant.waiters > 0:
+        callbacks.post(Contended(lease=grant.lease, groups=grant.groups, waiters=grant.waiters))
 
 
 def client_hello(settings: Settings, session: Session) -> Message:

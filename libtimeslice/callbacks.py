@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ logger = logging.getLogger("libtimeslice")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contended:
-    """Somebody waits for what a lease of this job holds; `waiters` 0: no longer."""
+    """Somebody waits for what a lease of this client holds; `waiters` 0: no longer."""
 
     lease: str
     groups: tuple[str, ...]
@@ -49,8 +49,8 @@ Notice = Contended | Lost | Pause | Resume
 #: A function of one notice, or a coroutine function. What it returns is ignored.
 Callback = TypeVar("Callback", bound=Callable[..., object])
 
-#: Leases whose loss was told, so that it is told once though two connections may hear of it.
-_MAX_TOLD = 256
+#: Notices that wait to be told; the oldest make room.
+_MAX_POSTED = 1024
 #: How long the agent waits for a function that runs on the event loop, seconds.
 _LIMIT_S = 60.0
 
@@ -58,19 +58,22 @@ _LIMIT_S = 60.0
 class Callbacks:
     """The functions that a job registered, and how they are run.
 
-    They run one after the other in the agent's thread, or on the event loop if there is one.
+    They run one after the other in the agent's thread, or on the event loop if there is one. What
+    other threads hear of is posted to that thread.
     """
 
-    def __init__(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(self) -> None:
         self._functions: dict[type[Notice], list[Callable[[Any], object]]] = {}
-        self._told: dict[str, None] = {}
-        self._lock = threading.Lock()
-        self.loop = loop
+        self._posted: deque[Contended | Lost] = deque(maxlen=_MAX_POSTED)
+        self._last: Contended | Lost | None = None
+        #: Wakes the thread that runs what is posted.
+        self.wake: Callable[[], object] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def start_afresh_in_child(self) -> None:
         """After a fork: no thread and no event loop of the parent's exists here."""
-        self._lock = threading.Lock()
-        self.loop = None
+        self._posted.clear()
+        self.wake = self.loop = None
 
     def add(self, kind: type[Notice], function: Callback) -> Callback:
         """Registers a function for one kind of notice and returns it."""
@@ -86,29 +89,29 @@ class Callbacks:
         """Whether there is any function at all."""
         return bool(self._functions)
 
-    def run(self, notice: Notice, *, limit_s: float = _LIMIT_S) -> None:
-        """Runs all functions for a notice; raises what the first that fails raises.
+    def post(self, notice: Contended | Lost) -> None:
+        """Has the functions for a notice run soon. Takes no time, in whichever thread."""
+        if not self._functions.get(type(notice)) or notice == self._last:
+            return  # a grant that begins contended is told twice: in it, and after it
+        self._last = notice
+        self._posted.append(notice)
+        if self.wake is not None:
+            self.wake()
+
+    def run_posted(self) -> None:
+        """Runs the functions for what was posted; their failures go to the log."""
+        while self._posted:
+            notice = self._posted.popleft()
+            for function in self._functions.get(type(notice), ()):
+                self._call_and_log(function, notice)
+
+    def run(self, notice: Pause | Resume, *, limit_s: float = _LIMIT_S) -> None:
+        """Runs the functions for a notice that is answered; raises what the first failing raises.
 
         A function that runs on the event loop has `limit_s` seconds; then TimeoutError is raised.
         """
         for function in self._functions.get(type(notice), ()):
             self._call(function, notice, limit_s)
-
-    def tell(self, notice: Contended | Lost) -> None:
-        """Runs all functions for a notice that nobody waits for; failures go to the log."""
-        if isinstance(notice, Lost) and self._was_told(notice.lease):
-            return
-        for function in self._functions.get(type(notice), ()):
-            self._call_and_log(function, notice)
-
-    def _was_told(self, lease: str) -> bool:
-        with self._lock:
-            if lease in self._told:
-                return True
-            if len(self._told) >= _MAX_TOLD:
-                del self._told[next(iter(self._told))]
-            self._told[lease] = None
-            return False
 
     def _call_and_log(self, function: Callable[[Any], object], notice: Notice) -> None:
         try:

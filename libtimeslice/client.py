@@ -29,6 +29,7 @@ from libtimeslice.base import (
     logger,
     progress_message,
     queue_message,
+    tell_contended,
 )
 from libtimeslice.connection import Connection
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
@@ -86,6 +87,8 @@ def connect(
 
 class TimeSlice(BaseClient):
     """A client of the daemon. Made by `connect`; pickles as its configuration."""
+
+    _line: Line
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -352,6 +355,7 @@ class TimeSlice(BaseClient):
                     grant = session.granted(ask, message["id"], answer, holder)
                 if grant.ack_s is not None:
                     self._line.acknowledge(grant.lease)
+                tell_contended(self.callbacks, grant)
                 return grant
         except OutOfTime:
             self._withdraw(message, again=False)

@@ -223,19 +223,21 @@ class TimeSliceOrchestratorClient:
         """The state of a group. Raises ValueError without a group, or an OrchestratorError."""
         del timeout_sec
         name = self._group(group_id)
-        for group in self._status():
+        status = self._status()
+        for group in status.get("groups") or ():
             if group.get("name") == name:
-                return _group_status(name, group)
+                return _group_status(name, group, status)
         raise OrchestratorError(f"there is no group {name!r}", code="unknown_group")
 
     def list_groups(self, timeout_sec: float | None = None) -> list[str]:
         """The names of all groups. Raises an OrchestratorError."""
         del timeout_sec
-        return [str(group["name"]) for group in self._status() if "name" in group]
+        groups = self._status().get("groups") or ()
+        return [str(group["name"]) for group in groups if "name" in group]
 
-    def _status(self) -> list[Message]:
+    def _status(self) -> Message:
         with _translated():
-            return list(self._client(self.job_id).status().get("groups") or ())
+            return self._client(self.job_id).status()
 
     def _client(self, job: str | None) -> TimeSlice:
         with self._lock:
@@ -286,25 +288,15 @@ def _translate(error: TimeSliceError) -> OrchestratorError:
 _GROUP_STATES = {
     "held": GroupLockState.LOCKED,
     "free": GroupLockState.IDLE,
-    "empty": GroupLockState.IDLE,
-    "idle": GroupLockState.IDLE,
+    "reserved": GroupLockState.SWITCHING,
     "switching": GroupLockState.SWITCHING,
-    "evicting": GroupLockState.SWITCHING,
-    "admitting": GroupLockState.SWITCHING,
     "blocked": GroupLockState.UNKNOWN,
-    "stuck": GroupLockState.UNKNOWN,
 }
-_RANK_STATES = {
-    "on": AgentJobState.RUNNING,
-    "running": AgentJobState.RUNNING,
-    "resident": AgentJobState.RUNNING,
-    "parked": AgentJobState.SAVED,
-    "off": AgentJobState.SAVED,
-    "faulted": AgentJobState.FAULTED,
-}
+#: The same for jobs that have no state on the devices.
+_JOB_STATES = {"parked": AgentJobState.SAVED, "faulted": AgentJobState.FAULTED}
 
 
-def _group_status(name: str, group: Message) -> OrchestratorGroupStatus:
+def _group_status(name: str, group: Message, status: Message) -> OrchestratorGroupStatus:
     """Maps the daemon's view of a group. Fields that are missing are unspecified, not an error."""
     holder = _job_name(group.get("holder"))
     resident = [_job_name(job) for job in _listed(group.get("resident"))]
@@ -312,28 +304,29 @@ def _group_status(name: str, group: Message) -> OrchestratorGroupStatus:
     state = _GROUP_STATES.get(str(group.get("state")).lower(), GroupLockState.UNSPECIFIED)
     if state is GroupLockState.IDLE and resident:
         state = GroupLockState.IDLE_YIELDED
-    status = GroupStatus(
+    found = GroupStatus(
         group_id=name,
         group_state=state,
-        state_timestamp=_since(group.get("since_s")),
+        state_timestamp=_since(group.get("since_s", group.get("lease_since_s"))),
         locking_job=holder,
         active_job=holder or loaded,
         waiter_queue_depth=_count(group.get("waiters")),
         loaded_job=loaded,
     )
-    return OrchestratorGroupStatus(group=status, agent_job_states=_tenancies(name, group))
+    agents = _jobs(str(status.get("host", name)), resident, status)
+    return OrchestratorGroupStatus(group=found, agent_job_states=agents)
 
 
-def _tenancies(name: str, group: Message) -> list[SnapshotAgentJobState]:
-    found = dict.fromkeys(map(_job_name, _listed(group.get("resident"))), AgentJobState.RUNNING)
-    found.update(dict.fromkeys(map(_job_name, _listed(group.get("parked"))), AgentJobState.SAVED))
-    for tenancy in _listed(group.get("tenancies")):
-        if isinstance(tenancy, dict):
-            state = str(tenancy.get("state")).lower()
-            job = _job_name(tenancy.get("job"))
-            found[job] = _RANK_STATES.get(state, AgentJobState.UNSPECIFIED)
+def _jobs(host: str, resident: list[str], status: Message) -> list[SnapshotAgentJobState]:
+    """The jobs on a group's devices, and those of the host that are parked or faulted."""
+    found = dict.fromkeys(resident, AgentJobState.RUNNING)
+    for job in _listed(status.get("jobs")):
+        if isinstance(job, dict):
+            state = _JOB_STATES.get(str(job.get("state")).lower())
+            if state is not None:
+                found[_job_name(job.get("job"))] = state
     return [
-        SnapshotAgentJobState(agent=str(group.get("host", name)), job_id=job, job_state=state)
+        SnapshotAgentJobState(agent=host, job_id=job, job_state=state)
         for job, state in found.items()
     ]
 

@@ -116,6 +116,11 @@ class Connection:
         """Whether the connection is known to have ended."""
         return self._lost is not None
 
+    @property
+    def being_read(self) -> bool:
+        """Whether a thread waits for what comes, and takes everything in."""
+        return self._leader != 0
+
     # -- requests
 
     def request(self, message: Message, limit_s: float | None = None) -> Message:

@@ -16,7 +16,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from libtimeslice.base import MAX_LOSSES, SETTLE_LIMIT_S, client_hello, logger, no_answer, tell_lost
+from libtimeslice.base import (
+    MAX_LOSSES,
+    SETTLE_LIMIT_S,
+    client_hello,
+    logger,
+    no_answer,
+    tell_lost,
+    tell_notice,
+)
 from libtimeslice.callbacks import Callbacks
 from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
@@ -151,6 +159,13 @@ class Line:
         if connection is not None:
             connection.drain()
 
+    def socket_to_watch(self) -> socket.socket | None:
+        """For the agent: the socket to listen on, unless a thread reads it already."""
+        connection = self._connection
+        if connection is None or connection.lost or connection.being_read:
+            return None
+        return connection.sock
+
     def wake(self) -> None:
         """Makes threads that wait with a `stop` look at it."""
         self.send_or_drop({"t": "ping", "id": next(self.session.ids)})
@@ -211,25 +226,35 @@ class Line:
             session.disconnected(now)
         limit = session.give_up_at or now + self.settings.connect_timeout_s
         until = limit if deadline is None else min(limit, deadline)
-        for losses in itertools.count(1):
-            try:
-                return self._adopt(open_within(self.settings.path(), self._hello, until=until))
-            except ConnectionLost:
-                # It went away right after its welcome.
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(pause_s(losses))
-            except Unavailable as error:
-                if session.session is not None and until < limit:
-                    raise OutOfTime(str(error)) from error
-                self._end_session(f"no daemon for {session.grace_s:g} s")
-                self._gave_up, self._failure = self._gave_up + 1, error
-                raise
-            except TimeSliceError as error:
-                if error.code != ErrorCode.SESSION_UNKNOWN or session.session is None:
-                    raise
-                self._end_session("the daemon does not know the session any more")
+        for failures in itertools.count(1):
+            connection = self._attempt(until, limit)
+            if connection is not None:
+                return connection
+            time.sleep(pause_s(failures))
         raise AssertionError("counting does not end")
+
+    def _attempt(self, until: float, limit: float) -> Connection | None:
+        """Opens a connection; None if there is reason to try again at once.
+
+        until, limit: monotonic instants at which this call, and the session, are given up.
+        """
+        session = self.session
+        try:
+            return self._adopt(open_within(self.settings.path(), self._hello, until=until))
+        except ConnectionLost:  # right after its welcome
+            if time.monotonic() >= until:
+                raise
+        except Unavailable as error:
+            if session.session is not None and until < limit:
+                raise OutOfTime(str(error)) from error
+            self._end_session(f"no daemon for {session.grace_s:g} s")
+            self._gave_up, self._failure = self._gave_up + 1, error
+            raise
+        except TimeSliceError as error:
+            if error.code != ErrorCode.SESSION_UNKNOWN or session.session is None:
+                raise
+            self._end_session("the daemon does not know the session any more")
+        return None
 
     def _hello(self) -> Message:
         if self.closed:
@@ -292,5 +317,6 @@ class _Receiver:
         with self._lock:
             received = self._session.receive(message)
         tell_lost(self._callbacks, received.lost)
+        tell_notice(self._callbacks, message)
         for answer in received.send:
             connection.send(answer)

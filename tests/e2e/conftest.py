@@ -6,19 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import REPOSITORY, Host, Settings
-
-
-class MakeHost(Protocol):
-    """The fixture of that name."""
-
-    def __call__(self, *, settings: Settings | None = None, **environment: str) -> Host: ...
+from harness import REPOSITORY, Host, MakeHost, Settings
 
 
 @pytest.fixture(scope="session")

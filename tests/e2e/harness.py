@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from libtimeslice.connection import Connection
 
@@ -333,6 +333,12 @@ class Host:
         rank.do("initialise", group=group, mib=mib, seed=seed)
         return rank
 
+    def add_hooks(self, rank: Rank, *, failing: bool = False) -> None:
+        """Has a rank register callbacks, and waits until its agent has a session for them."""
+        sessions = self.status()["sessions"]
+        rank.do("hooks", failing=failing)
+        until(lambda: self.status()["sessions"] > sessions, "its agent is connected")
+
     def used_bytes(self, device: int = 0) -> int:
         """Returns what NVML says is in use on a device, asked past the daemon."""
         if self._eye is None:
@@ -379,6 +385,12 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class MakeHost(Protocol):
+    """The fixture of that name."""
+
+    def __call__(self, *, settings: Settings | None = None, **environment: str) -> Host: ...
 
 
 def _is(pid: int, mark: bytes) -> bool:

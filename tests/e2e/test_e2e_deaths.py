@@ -6,8 +6,7 @@ import os
 import signal
 
 import pytest
-from conftest import MakeHost
-from harness import Host, RankError, until
+from harness import Host, MakeHost, RankError, until
 
 
 def test_when_a_holder_is_killed_the_waiter_gets_the_group_g3(host: Host) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import MakeHost
-from harness import Host, RankError, until
+from harness import Host, MakeHost, RankError, until
 
 
 def test_a_freeze_that_takes_too_long_is_turned_back_and_tried_again(make_host: MakeHost) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import MakeHost
-from harness import Host, Rank, RankError, until
+from harness import Host, MakeHost, Rank, RankError, until
 
 BOTH = {"groups.both": {"devices": ["0-1"]}}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from conftest import MakeHost
-from harness import HERE, LIMIT_S
+from harness import HERE, LIMIT_S, MakeHost
 
 from libtimeslice.compat import (
     GroupLockState,

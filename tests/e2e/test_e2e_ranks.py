@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import MakeHost
-from harness import Host, RankError, until
+from harness import Host, MakeHost, RankError, until
 from raw_client import RawClient
 
 from libtimeslice import Unavailable
@@ -21,7 +20,7 @@ def has_restore_thread(pid: int) -> bool:
 
 def test_callbacks_of_a_rank_run_around_a_switch(host: Host) -> None:
     rank, other = host.trainer("a", mib=8), host.rank("b")
-    rank.do("hooks")
+    host.add_hooks(rank)
     other.do("acquire", groups="g1", timeout=20)
     assert rank.do("called") == ["pause"]
     assert host.states() == {rank.pid: "parked"}
@@ -32,7 +31,7 @@ def test_callbacks_of_a_rank_run_around_a_switch(host: Host) -> None:
 
 def test_a_callback_that_fails_turns_the_eviction_back(host: Host) -> None:
     rank, other = host.trainer("a", mib=8), host.rank("b")
-    rank.do("hooks", failing=True)
+    host.add_hooks(rank, failing=True)
     with pytest.raises(RankError, match="requests are in flight"):
         other.do("acquire", groups="g1", timeout=1)
     assert host.operations("freeze") == [], "nothing was frozen"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import MakeHost
-from harness import MIB, Host, RankError, resident_bytes, until
+from harness import MIB, Host, MakeHost, RankError, resident_bytes, until
 
 #: Two of these do not fit on a device of 64 MiB.
 STATE_MIB = 40

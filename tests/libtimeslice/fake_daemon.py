@@ -274,11 +274,10 @@ class FakeDaemon:
             self._tell_contended()
 
     def end_lease(self, lease: str, reason: str) -> None:
-        """Takes a lease away and tells its holder and the agents of its job."""
+        """Takes a lease away and tells its holder."""
         with self.changed:
             held = self.held.pop(lease)
-            for session in self._hearers(held):
-                session.send({"t": "lost", "lease": lease, "reason": reason})
+            held.session.send({"t": "lost", "lease": lease, "reason": reason})
             self._serve()
 
     def ask_agent(self, message: Message) -> Message:
@@ -558,16 +557,7 @@ class FakeDaemon:
                 "groups": list(held.groups),
                 "waiters": waiters,
             }
-            for session in self._hearers(held):
-                session.send(notice)
-
-    def _hearers(self, held: Held) -> list[FakeSession]:
-        agents = [
-            session
-            for session in self.sessions.values()
-            if session.hello.role == "agent" and session.job == held.session.job
-        ]
-        return [held.session, *agents]
+            held.session.send(notice)
 
     def _status(self) -> Message:
         groups = []

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fake_daemon import LIMIT_S, FakeDaemon
+from fake_daemon import LIMIT_S, Background, FakeDaemon, state_of
 
-from libtimeslice import Contended, Lost, Pause, Resume, TimeSlice, connect
+from libtimeslice import Contended, LeaseState, Lost, Pause, Resume, TimeSlice, connect
 from libtimeslice.aio import connect as aio_connect
 
 
@@ -64,7 +64,9 @@ def test_a_callback_that_fails_is_the_answer_and_not_the_end(
     assert unknown["err"]["code"] == "unknown_request"
 
 
-def test_an_agent_tells_contention_and_loss(daemon: FakeDaemon, ts: TimeSlice) -> None:
+def test_contention_and_loss_are_told_while_the_caller_computes(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
     heard: queue.Queue[Contended | Lost] = queue.Queue()
 
     @ts.on_contended
@@ -73,14 +75,62 @@ def test_an_agent_tells_contention_and_loss(daemon: FakeDaemon, ts: TimeSlice) -
 
     ts.on_contended(heard.put)
     ts.on_lost(heard.put)
-    daemon.wait_until(daemon.agent_caps)
     lease = ts.acquire("n1")
     daemon.queue_up(("n1",))
     assert heard.get(timeout=LIMIT_S) == Contended(lease=lease.id, groups=("n1",), waiters=1)
+    daemon.clear_queue()
+    assert heard.get(timeout=LIMIT_S) == Contended(lease=lease.id, groups=("n1",), waiters=0)
     daemon.end_lease(lease.id, "operator")
     assert heard.get(timeout=LIMIT_S) == Lost(lease=lease.id, reason="operator")
-    ts.status()  # the client hears of the loss too, on its own connection
+    assert state_of(lease) is LeaseState.LOST
+    assert daemon.count("hello") == 2
     assert heard.empty()
+
+
+def test_contention_is_told_also_if_another_thread_reads(daemon: FakeDaemon, ts: TimeSlice) -> None:
+    heard: queue.Queue[Contended] = queue.Queue()
+    ts.on_contended(heard.put)
+    lease = ts.acquire("n1")
+    other = daemon.steal(("n2",))
+    waiting = Background(lambda: ts.acquire("n2"))
+    daemon.wait_until(lambda: daemon.waiting)
+    daemon.queue_up(("n1",))
+    assert heard.get(timeout=LIMIT_S).lease == lease.id
+    daemon.give_back(other)
+    waiting.result()
+
+
+def test_a_lease_that_begins_contended_is_told_once(daemon: FakeDaemon, ts: TimeSlice) -> None:
+    heard: queue.Queue[Contended] = queue.Queue()
+    daemon.queue_up(("n2",))  # makes the fake say so in the grant
+    ts.on_contended(heard.put)
+    lease = ts.acquire("n1")
+    notice = Contended(lease=lease.id, groups=("n1",), waiters=1)
+    assert heard.get(timeout=LIMIT_S) == notice
+    daemon.queue_up(("n1",))
+    daemon.clear_queue()
+    assert heard.get(timeout=LIMIT_S) == Contended(lease=lease.id, groups=("n1",), waiters=0)
+
+
+def test_loss_is_told_though_no_daemon_is_there_for_the_agent(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    heard: queue.Queue[Lost] = queue.Queue()
+    daemon.grace_s = 0.1
+    ts.on_lost(heard.put)
+    lease = ts.acquire("n1")
+    daemon.stop()
+    assert heard.get(timeout=LIMIT_S).lease == lease.id
+
+
+def test_why_a_turn_does_not_come_is_logged(
+    daemon: FakeDaemon, ts: TimeSlice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ts.lease("n1") as lease:
+        for session in daemon.sessions.values():
+            session.send({"t": "stalled", "lease": lease.id, "reason": "b cannot be moved: ipc"})
+        assert not lease.contended
+    assert "b cannot be moved: ipc" in caplog.text
 
 
 def test_an_agent_reconnects_by_itself_and_registers_again(

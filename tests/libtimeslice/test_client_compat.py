@@ -147,51 +147,48 @@ def test_status_and_groups_come_from_the_daemon(
         client.get_status(group_id="nope")
 
 
+KEY = {"cluster": "c", "uid": 0, "id": "a"}
+
+
 @pytest.mark.parametrize(
-    ("group", "state", "locking", "loaded", "waiters", "agents"),
+    ("group", "state", "locking", "loaded", "waiters"),
     [
-        ({}, GroupLockState.UNSPECIFIED, "", "", 0, {}),
-        ({"state": "HELD", "holder": {"id": "a"}}, GroupLockState.LOCKED, "a", "", 0, {}),
+        ({}, GroupLockState.UNSPECIFIED, "", "", 0),
+        ({"state": "HELD", "holder": KEY}, GroupLockState.LOCKED, "a", "", 0),
+        ({"state": "held", "holder": "a", "resident": [KEY]}, GroupLockState.LOCKED, "a", "a", 0),
         (
-            {"state": "free", "resident": ["a"], "waiters": []},
+            {"state": "free", "resident": [KEY], "waiters": []},
             GroupLockState.IDLE_YIELDED,
             "",
             "a",
             0,
-            {"a": AgentJobState.RUNNING},
         ),
-        (
-            {"state": "switching", "resident": [], "parked": ["b"], "waiters": ["x", "y"]},
-            GroupLockState.SWITCHING,
-            "",
-            "",
-            2,
-            {"b": AgentJobState.SAVED},
-        ),
-        (
-            {
-                "state": "dancing",
-                "since_s": "soon",
-                "tenancies": [{"job": "c", "state": "FAULTED"}],
-            },
-            GroupLockState.UNSPECIFIED,
-            "",
-            "",
-            0,
-            {"c": AgentJobState.FAULTED},
-        ),
+        ({"state": "switching", "waiters": ["x", "y"]}, GroupLockState.SWITCHING, "", "", 2),
+        ({"state": "dancing", "since_s": "soon"}, GroupLockState.UNSPECIFIED, "", "", 0),
     ],
 )
 def test_a_status_with_fields_missing_or_new_is_mapped_as_far_as_it_goes(
-    group: dict[str, Any],
-    state: GroupLockState,
-    locking: str,
-    loaded: str,
-    waiters: int,
-    agents: dict[str, AgentJobState],
+    group: dict[str, Any], state: GroupLockState, locking: str, loaded: str, waiters: int
 ) -> None:
-    status = compat._group_status("g", group)
-    assert status.group.group_state is state
-    assert (status.group.locking_job, status.group.loaded_job) == (locking, loaded)
-    assert status.group.waiter_queue_depth == waiters
-    assert {agent.job_id: agent.job_state for agent in status.agent_job_states} == agents
+    status = compat._group_status("g", group, {}).group
+    assert status.group_state is state
+    assert (status.locking_job, status.loaded_job) == (locking, loaded)
+    assert status.waiter_queue_depth == waiters
+    assert status.state_timestamp is None
+
+
+def test_jobs_are_told_with_the_host_and_what_has_become_of_their_state() -> None:
+    jobs = [
+        {"job": KEY, "state": "held"},
+        {"job": "b", "state": "parked"},
+        {"job": "c", "state": "faulted"},
+        {"job": "d", "state": "idle"},
+    ]
+    group = {"state": "held", "holder": KEY, "resident": [KEY]}
+    status = compat._group_status("g", group, {"host": "n7", "jobs": jobs})
+    assert {agent.agent for agent in status.agent_job_states} == {"n7"}
+    assert {agent.job_id: agent.job_state for agent in status.agent_job_states} == {
+        "a": AgentJobState.RUNNING,
+        "b": AgentJobState.SAVED,
+        "c": AgentJobState.FAULTED,
+    }

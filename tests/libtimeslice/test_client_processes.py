@@ -36,7 +36,8 @@ sys.modules["torch"] = torch
 def program(daemon: FakeDaemon, script: str) -> Iterator[subprocess.Popen[str]]:
     """Runs a script in a process of its own; it finds the socket's path in sys.argv[1]."""
     with subprocess.Popen(
-        [sys.executable, "-c", script, str(daemon.path)],
+        # (Python 3.12 and later warn of any fork of a process with threads.)
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, str(daemon.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

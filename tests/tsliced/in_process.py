@@ -10,6 +10,8 @@ import asyncio
 import io
 import os
 import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -302,7 +304,7 @@ async def inside(
         ceiling=journal.ceiling,
     )
     machine = Machine(config, random=Random(0), full_checks=True)
-    recover(machine, journal.load(), now=0.0)
+    recover(machine, journal.load(), now=time.monotonic())
     stream, broken = io.StringIO(), asyncio.Event()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -334,3 +336,5 @@ async def inside(
     finally:
         around.log.flush()
         journal.close()
+        # pytest shows this for a test that failed.
+        sys.stdout.write(stream.getvalue())

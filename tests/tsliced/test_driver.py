@@ -26,9 +26,25 @@ from in_process import (
     until,
 )
 
-from tsliced.core.actions import EndSession, Grant, LeaseRecord, Record, Refuse, TellStalled
-from tsliced.core.events import RankRegistered, TimePassed
-from tsliced.core.model import Cause, FoundRank, RankId, RankState, Reason
+from tsliced.core.actions import (
+    EndSession,
+    Grant,
+    LeaseRecord,
+    RankRecord,
+    Record,
+    Refuse,
+    TellStalled,
+)
+from tsliced.core.events import GrantConfirmed, RankRegistered, TimePassed
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    FoundRank,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+)
 from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import DeviceError, DevicesError
 from tsliced.host.journal import JournalError
@@ -51,6 +67,10 @@ def full_disk() -> JournalError:
     return JournalError(JournalCode.FULL, "no room on the disk")
 
 
+def is_grant(record: Record) -> bool:
+    return isinstance(record, LeaseRecord) and bool(record.tokens)
+
+
 class Writes:
     """Stands before a journal's `write`; notes what clients had been told at each."""
 
@@ -62,11 +82,12 @@ class Writes:
         self.batches: list[tuple[Record, ...]] = []
         #: How much had been said when each batch was written.
         self.said_before: list[int] = []
-        self.error: JournalError | None = None
+        #: Which records find no room on the disk.
+        self.refused: Callable[[Record], bool] = lambda _record: False
 
     def __call__(self, records: Sequence[Record]) -> None:
-        if self.error is not None:
-            raise self.error
+        if any(map(self.refused, records)):
+            raise full_disk()
         self.batches.append(tuple(records))
         self.said_before.append(len(self._clients.said))
         self._write(records)
@@ -80,9 +101,7 @@ def test_a_grant_is_sent_only_after_it_is_written_down(tmp_path: Path) -> None:
         writes = Writes(daemon)
         await daemon.grant(daemon.open("a"))
         granted = next(
-            number
-            for number, batch in enumerate(writes.batches)
-            if any(isinstance(record, LeaseRecord) and record.tokens for record in batch)
+            number for number, batch in enumerate(writes.batches) if any(map(is_grant, batch))
         )
         said = daemon.clients.said[: writes.said_before[granted]]
         assert not any(isinstance(action, Grant) for action in said)
@@ -166,14 +185,14 @@ def test_a_grant_that_cannot_be_written_down_is_refused_and_the_next_one_works_g
         first = daemon.open("a")
         await daemon.grant(first, G2)
         writes = Writes(daemon)
-        writes.error = full_disk()
+        writes.refused = is_grant
         answer = await daemon.answer(daemon.ask(first))
         assert isinstance(answer, Refuse)
         assert answer.code == "unavailable"
         assert "no room on the disk" in answer.text
         assert "no room on the disk" in daemon.log.getvalue()
-        writes.error = None
-        assert await daemon.grant(first)
+        writes.refused = lambda _record: False
+        await daemon.grant(first)
 
     tell(tmp_path, story)
 
@@ -188,12 +207,12 @@ def test_a_rank_is_not_touched_when_that_cannot_be_written_down(tmp_path: Path) 
             writes = Writes(daemon)
             daemon.release(session, lease.lease)
             await until(lambda: len(writes.batches) == 1, "the release is written")
-            writes.error = full_disk()
+            writes.refused = lambda record: isinstance(record, RankRecord)
             request = daemon.ask(other)
             stalled = await until(lambda: daemon.clients.of(TellStalled), "it fails")
             assert stalled[0].reason.cause is Cause.JOURNAL
             assert daemon.backend.calls == []
-            writes.error = None
+            writes.refused = lambda _record: False
             assert isinstance(await daemon.answer(request), Grant)
             assert daemon.backend.calls == [f"freeze {rank.pid}", f"snapshot {rank.pid}"]
 
@@ -258,22 +277,51 @@ def test_without_room_on_the_devices_nothing_is_restored(tmp_path: Path) -> None
     tell(tmp_path, story)
 
 
-def test_devices_that_cannot_be_read_let_nobody_in_and_are_named_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "stale_s", "told"),
+    [
+        (DeviceError(D1, "fell off the bus"), 0.0, "fell off the bus"),
+        (DevicesError("NVML is closed"), 0.0, "NVML is closed"),
+        (None, 3.0, "3.0 s old"),
+    ],
+)
+def test_devices_that_cannot_be_looked_at_let_nobody_in_until_they_can_g1(
+    tmp_path: Path, error: DevicesError | None, stale_s: float, told: str
+) -> None:
+    async def story(daemon: Inside) -> None:
+        devices = daemon.devices
+        with process_of("a") as rank:
+            devices.put(rank, MIB)
+            session = daemon.open("a", rank)
+            daemon.release(session, (await daemon.grant(session)).lease)
+            devices.error, devices.stale_s = error, stale_s
+            request = daemon.ask(daemon.open("b"))
+            stalled = await until(lambda: daemon.clients.of(TellStalled), "it fails")
+            assert told in str(stalled[0].reason)
+            assert daemon.backend.calls == []
+            devices.error, devices.stale_s = None, 0.0
+            assert isinstance(await daemon.answer(request), Grant)
+
+    tell(tmp_path, story)
+
+
+def test_devices_that_cannot_be_looked_at_are_named_once(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         daemon.devices.error = DeviceError(D1, "fell off the bus")
-        answer = await daemon.answer(daemon.ask(daemon.open("a")))
-        assert isinstance(answer, Refuse)
-        assert "fell off the bus" in answer.text
         looking = asyncio.create_task(daemon.driver.observe_for_ever(0.001))
-        log = daemon.driver.around.log
-        await until(lambda: (log.flush(), "fell off" in daemon.log.getvalue())[1], "it is told")
+
+        def told() -> int:
+            daemon.driver.around.log.flush()
+            return daemon.log.getvalue().count("fell off the bus")
+
+        await until(told, "it is told")
         for _ in range(20):
             await asyncio.sleep(0.001)
-        log.flush()
-        lines = [line for line in daemon.log.getvalue().splitlines() if " devices " in line]
-        assert len(lines) == 1
+        assert told() == 1
         daemon.devices.error = None
-        assert await daemon.grant(daemon.open("b"))
+        await until(lambda: len(daemon.driver.around.scanner.readings) == 2, "all are read")
+        daemon.devices.error = DeviceError(D1, "fell off the bus")
+        await until(lambda: told() == 2, "it is told when it happens again")
         looking.cancel()
 
     tell(tmp_path, story)
@@ -305,10 +353,12 @@ def test_a_process_that_cannot_be_watched_is_named(tmp_path: Path) -> None:
             watch._limit = len(watch)
             found = FoundRank(process=rank, job=job("a"), devices=frozenset({D1}), device_bytes=MIB)
             daemon.driver.post(RankRegistered(job=job("a"), found=found, groups=(G1,)))
-            await until(
-                lambda: (daemon.driver.around.log.flush(), "unwatched" in daemon.log.getvalue())[1],
-                "it is told",
-            )
+
+            def told() -> bool:
+                daemon.driver.around.log.flush()
+                return "unwatched" in daemon.log.getvalue()
+
+            await until(told, "it is told")
             assert f"pid={rank.pid}" in daemon.log.getvalue()
 
     tell(tmp_path, story)
@@ -345,8 +395,9 @@ def test_a_broken_state_is_told_with_its_story_and_ends_the_daemon(
 
 def test_trouble_with_storing_the_history_is_told_once(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
-        flushing = asyncio.create_task(daemon.driver.flush_history_for_ever(0.001))
+        await until(daemon.machine.numbers.left, "numbers are reserved")
         daemon.driver.around.journal.background_error = full_disk()
+        flushing = asyncio.create_task(daemon.driver.flush_history_for_ever(0.001))
 
         def told() -> int:
             daemon.driver.around.log.flush()
@@ -369,22 +420,20 @@ def test_after_a_restart_from_the_journal_what_was_parked_is_parked(tmp_path: Pa
             daemon.devices.put(rank, 40 * MIB)
             first = daemon.open("a", rank)
             daemon.release(first, (await daemon.grant(first)).lease)
-            await daemon.grant(daemon.open("b", other))
+            lease = await daemon.grant(daemon.open("b", other))
+            daemon.driver.post(GrantConfirmed(session=lease.session, lease=lease.lease))
             parked.update(daemon.backend.parked)
 
         async def after(daemon: Inside) -> None:
             daemon.backend.parked = parked
             daemon.backend.states[rank] = RankState.PARKED
-            tenancy = await until(
-                lambda: daemon.machine.tenancies.by_job.get(job("a")), "the job is known"
-            )
-            (key,) = tenancy
+            (key,) = daemon.machine.tenancies.by_job[job("a")]
             (known,) = daemon.machine.tenancies.ranks_of(key)
             assert known.id == RankId(HOST, rank)
             await until(lambda: known.state is RankState.PARKED, "the backend was asked")
             assert daemon.machine.leasing.arbiters[G1].chosen is not None, "b holds"
 
-        parked: dict[object, object] = {}
+        parked: dict[ProcessId, dict[DeviceId, int]] = {}
         tell(tmp_path, before, devices=devices)
         tell(tmp_path, after, devices=devices)
 
@@ -396,9 +445,7 @@ def test_what_a_failed_operation_left_counts_not_what_was_wanted(tmp_path: Path)
             session = daemon.open("a", rank)
             daemon.release(session, (await daemon.grant(session)).lease)
             reason = Reason(cause=Cause.DRIVER, text="no answer")
-            daemon.backend.instead["snapshot"] = Outcome(
-                observed=RankState.RUNNING, failure=reason
-            )
+            daemon.backend.instead["snapshot"] = Outcome(observed=RankState.RUNNING, failure=reason)
             daemon.ask(daemon.open("b"))
             await until(lambda: daemon.clients.of(TellStalled), "it fails")
             assert f"thaw {rank.pid}" not in daemon.backend.calls, "it runs already"
@@ -411,19 +458,5 @@ def test_a_driver_without_clients_goes_on(tmp_path: Path) -> None:
         daemon.driver.clients = None
         daemon.ask(daemon.open("a"))
         await until(lambda: daemon.machine.leasing.leases, "it is granted")
-
-    tell(tmp_path, story)
-
-
-def test_trouble_of_any_kind_with_the_devices_is_a_reason(tmp_path: Path) -> None:
-    async def story(daemon: Inside) -> None:
-        daemon.devices.error = DevicesError("NVML is closed")
-        answer = await daemon.answer(daemon.ask(daemon.open("a")))
-        assert isinstance(answer, Refuse)
-        assert "NVML is closed" in answer.text
-        daemon.devices.error, daemon.devices.stale_s = None, 3.0
-        answer = await daemon.answer(daemon.ask(daemon.open("b")))
-        assert isinstance(answer, Refuse)
-        assert "3.0 s old" in answer.text
 
     tell(tmp_path, story)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 #: Who may do what is decided by SO_PEERCRED, so everybody may connect.
 SOCKET_MODE = 0o666
+#: Of sun_path, without its NUL byte (man 7 unix).
+MAX_PATH_BYTES = 107
 
 
 class ListenError(Exception):
@@ -20,24 +22,41 @@ def listen(path: str, *, backlog: int) -> socket.socket:
 
     Raises `ListenError`.
     """
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        text = f"the kernel takes paths of sockets of at most {MAX_PATH_BYTES} bytes: {path}"
+        raise ListenError(text)
     if _is_served(path):
         raise ListenError(f"another daemon serves {path}; stop it first, or set daemon.socket")
-    # Bound under another name and renamed: whoever finds the path finds a socket that listens.
-    temporary = f"{path}.{os.getpid()}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        Path(path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        sock.bind(temporary)
-        os.chmod(temporary, SOCKET_MODE)
-        sock.listen(backlog)
-        os.rename(temporary, path)
+        _bind(sock, Path(path), backlog)
     except OSError as exc:
         sock.close()
         raise ListenError(f"cannot listen at {path}: {exc.strerror or exc}") from exc
     sock.setblocking(False)
     return sock
+
+
+def _bind(sock: socket.socket, path: Path, backlog: int) -> None:
+    """Bind under another name and rename: whoever finds the path finds a socket that listens."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        name = f".{path.name}.{os.getpid()}"
+        # The other name is longer, and the path may be as long as it can be.
+        temporary = f"/proc/self/fd/{directory}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        sock.bind(temporary)
+        try:
+            os.chmod(temporary, SOCKET_MODE)
+            sock.listen(backlog)
+            os.rename(name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    finally:
+        os.close(directory)
 
 
 def _is_served(path: str) -> bool:

@@ -1,0 +1,91 @@
+"""The listening socket: no second daemon, no stale file in the way, open to all users."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from tsliced.net.listening import MAX_PATH_BYTES, SOCKET_MODE, ListenError, listen
+
+
+def connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def test_the_socket_listens_in_a_directory_that_it_makes_and_is_open_to_all(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "tsliced" / "s"
+    with listen(str(path), backlog=8) as sock:
+        assert connects(path)
+        assert stat.S_IMODE(path.stat().st_mode) == SOCKET_MODE
+        assert not sock.getblocking()
+        assert not sock.get_inheritable(), "workers must not keep it open"
+    assert os.listdir(path.parent) == ["s"], "no other file is left"
+
+
+def test_a_socket_that_nobody_serves_any_more_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listen(str(path), backlog=8).close()
+    assert path.exists()
+    assert not connects(path)
+    with listen(str(path), backlog=8):
+        assert connects(path)
+
+
+def test_a_file_that_is_no_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("left by somebody")
+    with listen(str(path), backlog=8):
+        assert connects(path)
+
+
+def test_a_second_daemon_is_refused_and_the_first_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen(str(path), backlog=8):
+        with pytest.raises(ListenError, match="another daemon serves"):
+            listen(str(path), backlog=8)
+        assert connects(path)
+
+
+def test_a_daemon_that_has_no_room_for_a_connection_is_one_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as full:
+        full.bind(str(path))
+        full.listen(0)
+        # The kernel takes in one more than it is told.
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(str(path))
+        with pytest.raises(ListenError, match="another daemon serves"):
+            listen(str(path), backlog=8)
+        for client in waiting:
+            client.close()
+
+
+def test_the_path_may_be_as_long_as_the_kernel_takes(tmp_path: Path) -> None:
+    room = MAX_PATH_BYTES - len(os.fsencode(tmp_path)) - 1
+    path = tmp_path / ("x" * room)
+    with listen(str(path), backlog=8):
+        assert connects(path)
+    with pytest.raises(ListenError, match="at most 107 bytes"):
+        listen(f"{path}x", backlog=8)
+
+
+def test_a_path_that_cannot_be_made_is_told_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ListenError, match=r"cannot listen at .*file/s: File exists"):
+        listen(str(tmp_path / "file" / "s"), backlog=8)
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ListenError, match=r"cannot listen at .*directory: "):
+        listen(str(tmp_path / "directory"), backlog=8)
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
