@@ -114,6 +114,13 @@ def launch(ms: int) -> None:
 
 
 @command
+def operate(operation: str, pid: int) -> None:
+    """Does to another process what the daemon would do: lock, checkpoint, restore or unlock it."""
+    arguments = (ctypes.c_uint64 * 8)()
+    call(f"cuCheckpointProcess{operation.title()}", pid, arguments)
+
+
+@command
 def used_bytes(device: int) -> int:
     """Returns what NVML says is in use on a device."""
     import pynvml  # only the process that looks needs it

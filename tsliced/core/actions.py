@@ -68,6 +68,8 @@ class LeaseRecord:
     ranks: int
     arrival: Arrival
     tokens: tuple[tuple[GroupName, Token], ...]
+    #: Of `ranks`, how many are gone for good.
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,8 @@ class ScanGroups:
     op: OpId
     tenancy: TenancyKey
     expect_gone: frozenset[ProcessId] = frozenset()
+    #: Groups of other tenancies on which ranks of this one are too: look there as well.
+    beyond: tuple[GroupName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

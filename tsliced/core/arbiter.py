@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tsliced.core.model import GroupName, RoundId
-from tsliced.core.policy import FairnessBounds, Policy, Waiter
+from tsliced.core.policy import FairnessBounds, Fifo, Policy, Waiter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +41,9 @@ class Arbiter:
         """Choose the next round if nobody has the group; it has it from then on."""
         if self.chosen is not None or not self.queue:
             return None
-        if len(self.queue) == 1:
-            (chosen,) = self.queue.values()
+        if len(self.queue) == 1 or isinstance(self.policy, Fifo):
+            # The rest of the queue, which may be long, need not be looked at.
+            chosen = next(iter(self.queue.values()))
         else:
             waiting = list(self.queue.values())
             chosen = self.bounds.choose(self.policy, self.name, waiting, now=now)

@@ -49,6 +49,9 @@ NO_STAMP = Stamp(Counter(0, 0), 0)
 #: Tries to bring a tenancy back to a stable place before it counts as BLOCKED.
 MAX_RECOVERIES = 5
 
+#: Pauses between tries double no more often than this.
+MAX_DOUBLINGS = 16
+
 
 class Place(Enum):
     """Where the tenancy is, or which goal is ordered and why."""
@@ -108,6 +111,8 @@ class Coordinator:
     limits: CoreLimits
     place: Place = Place.OFF
     stamp: Stamp = NO_STAMP
+    #: The latest order but for questions, which move nothing.
+    goal: Goal = field(init=False)
     #: Why the move under way goes back, or why the tenancy is BLOCKED.
     reason: Reason | None = None
     #: Evicting was given up on; it stays until a rank is gone or an operator clears it.
@@ -120,9 +125,14 @@ class Coordinator:
     moves: int = 0
     #: Epochs are exhausted, or a pause is to pass: the place to go to then.
     wanted: Place | None = None
+    #: How long all hosts together may take to freeze.
+    _barrier_s: float = 0.0
     _reports: dict[HostName, Report] = field(default_factory=dict)
     _recoveries: int = 0
     _was_parked: bool = False
+
+    def __post_init__(self) -> None:
+        self.goal = Goal.OFF if self.place is Place.OFF else Goal.ON
 
     # --- what is asked of it ------------------------------------------------------------------
 
@@ -133,31 +143,31 @@ class Coordinator:
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
-        assert self.stable
-        self.reason, self.began_at, self._recoveries = None, now, 0
         limits = self.limits
         freezes_s = max(1, ranks) * limits.freeze_timeout_s
-        self.deadline = now + limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
-        return self._turn(Place.FREEZING)
+        self._barrier_s = limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
+        return self._begin(Place.FREEZING, now)
 
     def admit(self, *, now: float, parked: bool) -> list[Effect]:
         """Begin to bring the tenancy on. `parked`: some of its state is in host memory."""
-        assert self.stable
-        self.reason, self.began_at, self._recoveries = None, now, 0
-        self.deadline, self._was_parked = None, parked
-        return self._turn(Place.RESTORING)
+        self._was_parked = parked
+        return self._begin(Place.RESTORING, now)
 
-    def take_back(self) -> list[Effect]:
+    def take_back(self, *, now: float) -> list[Effect]:
         """Turn an eviction back that nobody needs any more, while that is free."""
         if self.place is not Place.FREEZING:
             return []
         self.reason = Reason(cause=Cause.CANCELLED, text="nobody waits any more")
-        return self._go(Place.TURNING_BACK)
+        return self._turn(Place.TURNING_BACK, now)
 
     def ask(self, *, now: float) -> list[Effect]:
         """Find out where the ranks are, after a restart."""
-        self.began_at, self.deadline, self._recoveries = now, None, 0
-        return self._turn(Place.ASKING)
+        return self._begin(Place.ASKING, now)
+
+    def _begin(self, place: Place, now: float) -> list[Effect]:
+        assert self.stable, "a move ends before the next one begins"
+        self.reason, self.began_at, self._recoveries = None, now, 0
+        return self._turn(place, now)
 
     # --- events -------------------------------------------------------------------------------
 
@@ -171,43 +181,55 @@ class Coordinator:
         if len(self._reports) < len(self.hosts):
             return []
         if self.place is Place.ASKING:
-            return self._decide()
+            return self._decide(now)
         if (after := NEXT.get(self.place)) is not None:
             return self._step(after)
         return self._arrive(now)
 
     def on_deadline(self, *, now: float) -> list[Effect]:
         """End a pause, or a barrier that took too long."""
-        self.deadline = None
-        if self.wanted is not None:
-            return self._turn(self.wanted)
-        if self.place is not Place.FREEZING:
+        if self.deadline is None or now < self.deadline:
             return []
+        if self.wanted is not None:
+            return self._turn(self.wanted, now)
         missing = [host for host in self.hosts if host not in self._reports]
         text = f"not all ranks could be frozen in time; missing: {', '.join(missing)}"
         return self._on_failure(Reason(cause=Cause.FREEZE_TIMEOUT, text=text), now)
 
-    def on_numbers(self) -> list[Effect]:
+    def on_numbers(self, *, now: float) -> list[Effect]:
         """Go on when epochs can be had again."""
         if self.wanted is None or self.deadline is not None:
             return []
-        return self._turn(self.wanted)
+        return self._turn(self.wanted, now)
 
-    def on_ranks_lost(self, *, left: int, failed: int) -> list[Effect]:
+    def on_ranks_lost(self, *, left: int, failed: int, now: float) -> list[Effect]:
         """A rank's process is gone, which may be the way out of a fault."""
-        self.pinned = None
-        if self.place is not Place.BLOCKED or failed:
-            return []
-        self._recoveries, self.reason = 0, None
-        return self._go(Place.TURNING_BACK if left else Place.WITHDRAWING)
+        out = self._unpin()
+        if self.place is Place.BLOCKED:
+            return out if failed else out + self._start_over(now)
+        if not left and self.place in (Place.TURNING_BACK, Place.REVIVING):
+            # Nobody is left to bring back.
+            return out + self._start_over(now)
+        if self.wanted is not None:
+            # What could not be done may have been the dead one's part.
+            return out + self._turn(self.wanted, now)
+        return out
 
-    def clear(self) -> list[Effect]:
-        """Try again what was given up on, because an operator says so."""
-        self.pinned = None
-        if self.place is not Place.BLOCKED:
+    def clear(self, *, now: float) -> list[Effect]:
+        """Try again what was given up on, because an operator says so or its cause is gone."""
+        out = self._unpin()
+        return out + self._start_over(now) if self.place is Place.BLOCKED else out
+
+    def _unpin(self) -> list[Effect]:
+        if self.pinned is None:
             return []
+        self.pinned = None
+        return [self.record()]
+
+    def _start_over(self, now: float) -> list[Effect]:
+        # By what is found: nobody who is all parked is brought back where others may be.
         self._recoveries, self.reason = 0, None
-        return self._go(Place.TURNING_BACK)
+        return self._turn(Place.ASKING, now)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -220,81 +242,86 @@ class Coordinator:
         back = FALLBACK[self.place]
         if self.reason is None:
             self.reason = reason
+        if self.place is Place.RESTORING and self._untouched():
+            # It runs where it ran before; only the others have to leave.
+            self.place, self.reason = Place.ON, None
+            return [AdmissionFailed(tenancy=self.tenancy, reason=reason)]
         if self.place in (Place.FREEZING, Place.SNAPSHOTTING, Place.RESTORING):
-            return self._go(back)
+            return self._turn(back, now)
+        if self.place is Place.TURNING_BACK and reason.cause is Cause.OCCUPIED:
+            # Its place is taken: what is left of it on the devices leaves too.
+            back = Place.WITHDRAWING
         # A direction that cannot be changed any more is tried again, but not for ever.
         self._recoveries += 1
-        if reason.cause is Cause.FAILED or self._recoveries >= MAX_RECOVERIES:
-            self.place, self.reason, self.deadline = Place.BLOCKED, reason, None
+        enough = self._recoveries >= MAX_RECOVERIES and not reason.is_ours
+        if reason.cause is Cause.FAILED or enough:
+            self.place, self.reason = Place.BLOCKED, reason
             return [Blocked(tenancy=self.tenancy, reason=reason)]
         self.wanted = back
-        self.deadline = now + min(
-            self.limits.retry_max_s, self.limits.retry_min_s * 2**self._recoveries
-        )
+        limits, doublings = self.limits, min(self._recoveries, MAX_DOUBLINGS)
+        self.deadline = now + min(limits.retry_max_s, limits.retry_min_s * 2**doublings)
         return []
 
-    def _decide(self) -> list[Effect]:
+    def _states(self) -> list[RankState]:
+        return [state for report in self._reports.values() for _, state in report.states]
+
+    def _untouched(self) -> bool:
+        """Whether all hosts have answered, and nothing of it is frozen or parked."""
+        states = self._states()
+        everyone = len(self._reports) == len(self.hosts)
+        return everyone and bool(states) and set(states) == {RankState.RUNNING}
+
+    def _decide(self, now: float) -> list[Effect]:
         self.reason = None
-        states = [state for report in self._reports.values() for _, state in report.states]
-        if all(state is RankState.PARKED for state in states):
-            return self._go(Place.WITHDRAWING)
-        return self._go(Place.TURNING_BACK)
+        if all(state is RankState.PARKED for state in self._states()):
+            return self._turn(Place.WITHDRAWING, now)
+        return self._turn(Place.TURNING_BACK, now)
 
     def _arrive(self, now: float) -> list[Effect]:
         place, reason = self.place, self.reason
-        self.deadline = None
-        match place:
-            case Place.SNAPSHOTTING:
-                self.place = Place.OFF
-                self.moves += 1
+        off = GOALS[place] is Goal.OFF
+        self.place, self.reason = Place.OFF if off else Place.ON, None
+        arrived: Effect
+        if place in (Place.SNAPSHOTTING, Place.THAWING):
+            self.moves += 1
+            if off:
                 return [self._note("evicted", now), Evicted(tenancy=self.tenancy)]
-            case Place.THAWING:
-                self.place, self.reason = Place.ON, None
-                self.moves += 1
-                done = Admitted(tenancy=self.tenancy, restored=self._was_parked)
-                return [self._note("admitted", now), done]
-            case Place.REVIVING:
-                self.place, self.reason = Place.ON, None
-                if reason is None:
-                    return [Admitted(tenancy=self.tenancy, restored=False)]
-                failed = EvictionFailed(tenancy=self.tenancy, reason=reason)
-                return [self._note("eviction_failed", now, reason), failed]
-            case Place.WITHDRAWING:
-                self.place, self.reason = Place.OFF, None
-                if reason is None:
-                    return [Evicted(tenancy=self.tenancy)]
-                withdrawn = AdmissionFailed(tenancy=self.tenancy, reason=reason)
-                return [self._note("admission_failed", now, reason), withdrawn]
-            case _:
-                raise AssertionError(f"{place} is not the last step of a move")
+            arrived = Admitted(tenancy=self.tenancy, restored=self._was_parked)
+            return [self._note("admitted", now), arrived]
+        if reason is None:
+            if off:
+                return [Evicted(tenancy=self.tenancy)]
+            return [Admitted(tenancy=self.tenancy, restored=False)]
+        if off:
+            arrived = AdmissionFailed(tenancy=self.tenancy, reason=reason)
+            return [self._note("admission_failed", now, reason), arrived]
+        arrived = EvictionFailed(tenancy=self.tenancy, reason=reason)
+        return [self._note("eviction_failed", now, reason), arrived]
 
     # --- orders -------------------------------------------------------------------------------
 
-    def _go(self, place: Place) -> list[Effect]:
-        """Change direction at once."""
-        self.deadline = None
-        return self._turn(place)
-
-    def _turn(self, place: Place) -> list[Effect]:
+    def _turn(self, place: Place, now: float) -> list[Effect]:
         """Take a new epoch and order the first step of it, or wait for epochs."""
+        self.place, self.wanted, self.deadline = place, None, None
         epoch = self.numbers.take()
-        self.place = place
         if epoch is None:
             self.wanted = place
             return []
-        self.wanted = None
+        if place is Place.FREEZING:
+            self.deadline = now + self._barrier_s
         self.stamp = Stamp(epoch, 0)
         return self._order()
 
     def _step(self, place: Place) -> list[Effect]:
-        self.place = place
+        self.place, self.deadline = place, None
         self.stamp = Stamp(self.stamp.epoch, self.stamp.step + 1)
-        self.deadline = None
         return self._order()
 
     def _order(self) -> list[Effect]:
         self._reports.clear()
         goal = GOALS[self.place]
+        if goal is not Goal.QUERY:
+            self.goal = goal
         orders = [
             Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=goal)
             for host in self.hosts
@@ -303,12 +330,8 @@ class Coordinator:
 
     def record(self) -> TenancyRecord:
         """Return what must be kept of this tenancy."""
-        stable_goal = Goal.OFF if self.place is Place.OFF else Goal.ON
         return TenancyRecord(
-            tenancy=self.tenancy,
-            stamp=self.stamp,
-            goal=GOALS.get(self.place, stable_goal),
-            pinned=self.pinned,
+            tenancy=self.tenancy, stamp=self.stamp, goal=self.goal, pinned=self.pinned
         )
 
     def _note(self, kind: str, now: float, reason: Reason | None = None) -> Note:

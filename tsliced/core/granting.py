@@ -14,126 +14,104 @@ Safety rule: a grant leaves only while nobody else's state is on the round's gro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from random import Random
+from typing import TYPE_CHECKING, assert_never
 
-from tsliced.core.actions import (
-    FaultRecord,
-    Grant,
-    Note,
-    Refuse,
-    TellContended,
-    TellRankLost,
-    TellStalled,
-)
+from tsliced.core.actions import TellLost
 from tsliced.core.arbiter import Arbiter
-from tsliced.core.coordinator import Place
+from tsliced.core.books import Books
+from tsliced.core.coordinator import MAX_DOUBLINGS, Place
 from tsliced.core.model import (
     LASTING,
     Cause,
-    CoreLimits,
     GroupName,
-    JobKey,
     LeaseId,
     ProcessId,
     Reason,
-    RequestId,
     RoundId,
-    SessionId,
     TenancyKey,
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
 from tsliced.core.rounds import Round, RoundState
-from tsliced.core.sessions import Lease, LeaseState, Session
-from tsliced.core.signals import (
-    AdmissionFailed,
-    Admitted,
-    Blocked,
-    Effect,
-    Evicted,
-    EvictionFailed,
-)
-from tsliced.core.tenancies import Bound, Outcome, Tenancies, Tenancy
-from tsliced.core.timers import TimerKey, TimerKind, Timers
+from tsliced.core.sessions import Lease, LeaseState
+from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
+from tsliced.core.tenancies import Bound, Outcome, Tenancy
+from tsliced.core.timers import TimerKey, TimerKind
+
+if TYPE_CHECKING:
+    from random import Random
 
 #: How often a round's admission may find company on its devices before it is refused.
 MAX_ADMIT_TRIES = 5
 
-
 #: Causes that are error codes of the wire too.
 _REFUSAL_CODES = frozenset({Cause.NO_HOST_MEMORY, Cause.NO_DEVICE_MEMORY, Cause.NOT_PERMITTED})
 
+#: Causes for which a job is held back.
+_OWN_FAULTS = frozenset({Cause.DRIVER, Cause.FAILED, Cause.UNSUPPORTED})
 
-def _fault_note(kind: str, key: TenancyKey, reason: Reason) -> Note:
-    facts = {"job": str(key.job), "groups": ",".join(key.groups), "reason": str(reason)}
-    return Note(kind=kind, level="error", facts=facts)
+#: Somebody else is on the devices.
+_COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
 
 @dataclass(slots=True, kw_only=True)
-class Granting:
-    """The books of one host, and the rounds in them. What it wants done is added to `out`."""
+class Granting(Books):
+    """The books of one host, and what moves the rounds in them on."""
 
-    limits: CoreLimits
-    arbiters: dict[GroupName, Arbiter]
-    tenancies: Tenancies
     numbers: Numbers
-    timers: Timers[TimerKey]
     random: Random
-    out: list[Effect] = field(default_factory=list)
-    sessions: dict[SessionId, Session] = field(default_factory=dict)
-    by_process: dict[ProcessId, dict[SessionId, None]] = field(default_factory=dict)
-    leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    rounds: dict[RoundId, Round] = field(default_factory=dict)
-    faults: dict[JobKey, Reason] = field(default_factory=dict)
     #: Order of arrival given out last.
     last_place: int = 0
-
-    def put_lease(self, session: Session, lease: Lease, round_: Round) -> None:
-        """Enter a lease into the books."""
-        session.leases[lease.request] = lease
-        self.leases[lease.id] = lease
-        round_.members[lease.id] = lease
-        round_.took_part.add(session.id)
-
-    def confirm(self, lease: Lease) -> None:
-        if lease.unconfirmed:
-            lease.unconfirmed = False
-            self.timers.clear(TimerKey(TimerKind.CONFIRM, lease.id))
-
-    def await_confirmation(self, lease: Lease, now: float) -> None:
-        lease.unconfirmed = True
-        self.timers.set(TimerKey(TimerKind.CONFIRM, lease.id), now + self.limits.ack_s)
+    #: Groups that a round has left without having held them.
+    vacated: dict[GroupName, None] = field(default_factory=dict)
 
     def on_retry_due(self, round_id: RoundId, now: float) -> None:
         """The pause before another try is over."""
         if (round_ := self.rounds.get(round_id)) is not None:
             self.advance(round_, now)
 
+    def work_off(self, now: float) -> None:
+        """Let the next round have what is free, and look again at who has what has changed."""
+        while self.todo:
+            group = self.todo.popleft()
+            self.arbiters[group].choose(now=now)
+            if (round_ := self.chosen_for(group)) is not None:
+                self.advance(round_, now)
+        for group in self.vacated:
+            self._spare(group, now)
+        self.vacated.clear()
+
     # --- the way of a round -------------------------------------------------------------------
 
     def take_place(self, round_: Round, now: float) -> None:
         """Let a round queue once it is complete."""
-        if round_.state is RoundState.GATHERING:
+        placed = round_.state is RoundState.GATHERING
+        if placed:
             if not round_.complete(round_.ranks - round_.lost):
                 return
             self.last_place += 1
             round_.state, round_.asked_at = RoundState.QUEUED, now
             round_.place = self.last_place
         self.advance(round_, now)
+        if placed and round_.state is not RoundState.HELD:
+            # The place is all its members'; none is left here if it was refused at once.
+            for lease in round_.members.values():
+                self.keep_lease(lease)
 
-    def advance_all(self, now: float) -> None:
+    def advance_all(self) -> None:
         """Look at every round that has groups, after a change that concerns them all."""
-        for arbiter in self.arbiters.values():
-            if arbiter.chosen is not None:
-                self.advance(self.rounds[arbiter.chosen], now)
+        self.todo.extend(self.arbiters)
 
     def advance(self, round_: Round, now: float) -> None:
         """Take a round as far as it can go now."""
         if round_.state is RoundState.QUEUED and self._reserve(round_, now):
             round_.state, round_.switch_began_at = RoundState.MOVING, now
-        if round_.state is RoundState.MOVING and self._clear_devices(round_, now):
-            round_.state = RoundState.GRANTING
+        if round_.state in (RoundState.MOVING, RoundState.GRANTING):
+            # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
+            clear = self._clear_devices(round_, now)
+            round_.state = RoundState.GRANTING if clear else RoundState.MOVING
         if round_.state is RoundState.GRANTING:
             self._grant_round(round_, now)
 
@@ -158,16 +136,24 @@ class Granting:
             )
         )
         if arbiter.chosen is not None and len(arbiter.queue) == 1:
-            self._tell_contended(self.rounds[arbiter.chosen])
+            self.tell_contended(arbiter.name)
 
     def _clear_devices(self, round_: Round, now: float) -> bool:
         """Order what must be moved; return whether nothing must."""
+        if (fault := self.faults.get(round_.job)) is not None:
+            self._refuse_round(round_, "job_faulted", str(fault), now)
+            return False
         try:
             own = self.tenancies.cover(round_.job, round_.groups, self.out)
         except Bound as bound:
             self._refuse_round(round_, "refused", str(bound.reason), now)
             return False
         if own is None:
+            return False
+        if (
+            blocked := next((t for t in own if t.coordinator.place is Place.BLOCKED), None)
+        ) is not None:
+            self._refuse_round(round_, "blocked", str(blocked.coordinator.reason), now)
             return False
         keys = {tenancy.key for tenancy in own}
         others = {
@@ -180,280 +166,226 @@ class Granting:
             self._clear_off(tenancy, round_, now)
         if others:
             return False
-        ready = True
-        for tenancy in own:
-            if not tenancy.ready:
-                ready = False
-                self._bring_on(tenancy, round_, now)
-        return ready and round_.id in self.rounds
+        missing = [tenancy for tenancy in own if not tenancy.ready]
+        for tenancy in missing:
+            if tenancy.coordinator.stable and not self._pausing(round_):
+                self.out += self.tenancies.admit(tenancy.key, now=now)
+        return not missing
 
     def _clear_off(self, tenancy: Tenancy, round_: Round, now: float) -> None:
         coordinator = tenancy.coordinator
         round_.moved = True
         if not coordinator.stable or self._pausing(round_):
             return
-        stuck = coordinator.pinned or (
-            coordinator.reason if coordinator.place is Place.BLOCKED else None
-        )
-        if stuck is not None:
-            self._stall(round_, tenancy.key.job, stuck)
+        if (obstacle := self._obstacle(tenancy)) is not None:
+            self.tell_stalled(round_, tenancy.key.job, obstacle)
             return
         self.out += self.tenancies.evict(tenancy.key, now=now)
 
-    def _bring_on(self, tenancy: Tenancy, round_: Round, now: float) -> None:
+    def _obstacle(self, tenancy: Tenancy) -> Reason | None:
+        """Say why a tenancy in the way must stay, if it must."""
         coordinator = tenancy.coordinator
-        if not coordinator.stable or self._pausing(round_):
-            return
         if coordinator.place is Place.BLOCKED:
-            assert coordinator.reason is not None
-            self._refuse_round(round_, "blocked", str(coordinator.reason), now)
-            return
-        self.out += self.tenancies.admit(tenancy.key, now=now)
+            return coordinator.reason
+        if coordinator.pinned is not None:
+            return coordinator.pinned
+        for group in tenancy.key.groups:
+            holder = self.chosen_for(group)
+            if holder is None or holder.job != tenancy.key.job:
+                continue
+            if holder.state is RoundState.HELD:
+                # It holds its own groups, and a process of it reaches beyond them.
+                text = f"it holds {group}, and a process of it has contexts elsewhere too"
+                rank = next(iter(tenancy.beyond.values()), None)
+                return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank)
+        return None
 
     def _pausing(self, round_: Round) -> bool:
         return self.timers.get(TimerKey(TimerKind.RETRY, round_.id)) is not None
 
     def _grant_round(self, round_: Round, now: float) -> None:
-        if self.numbers.left() < len(round_.groups):
+        tokens = self.numbers.take_several(len(round_.groups))
+        if tokens is None:
             # The next block is on its way; `NumbersReserved` comes back here.
             return
-        tokens = []
-        for group in round_.groups:
-            token = self.numbers.take()
-            assert token is not None
-            tokens.append((group, token))
         for group in round_.groups:
             jobs = {tenancy.key.job for tenancy in self.tenancies.residents(group)}
             assert jobs <= {round_.job}, "nobody else is on the devices at a grant"
         round_.state = RoundState.HELD
-        for lease in list(round_.members.values()):
-            lease.tokens = tuple(tokens)
-            self.hold(lease, round_, now)
+        round_.tokens = tuple(zip(round_.groups, tokens, strict=True))
+        for lease in round_.members.values():
+            self.hold(lease, now)
 
-    def hold(self, lease: Lease, round_: Round, now: float) -> None:
-        if not lease.tokens:
-            # It joined a round that is held: same grant, same tokens.
-            lease.tokens = next(m.tokens for m in round_.members.values() if m.tokens)
+    def hold(self, lease: Lease, now: float) -> None:
+        """Let a lease have what its round holds."""
+        lease.tokens = self.rounds[lease.round].tokens
         lease.state, lease.granted_at = LeaseState.HELD, now
         self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
         if now > lease.asked_at:
             self.await_confirmation(lease, now)
-        self.out.append(lease.record(round_.place))
-        self.out.append(self._granted_note(lease, round_))
-        self.grant(lease, round_, now)
+        self.keep_lease(lease)
+        self.note_granted(lease)
+        self.tell_granted(lease)
 
-    def grant(self, lease: Lease, round_: Round, now: float) -> None:
-        self.out.append(
-            Grant(
-                session=lease.session,
-                request=lease.request,
-                lease=lease.id,
-                tokens=lease.tokens,
-                waited_s=lease.granted_at - lease.asked_at,
-                restored=round_.restored,
-                switch_s=self._switch_s(lease, round_),
-                contended=self.waiters_of(lease) > 0,
-                ack_s=self.limits.ack_s if lease.unconfirmed else None,
-            )
-        )
-
-    def _switch_s(self, lease: Lease, round_: Round) -> float:
-        return lease.granted_at - round_.switch_began_at if round_.moved else 0.0
-
-    def waiters_of(self, lease: Lease) -> int:
-        if len(lease.groups) == 1:
-            return len(self.arbiters[lease.groups[0]].queue)
-        return len({r for group in lease.groups for r in self.arbiters[group].queue})
+    def hold_rest(self, round_: Round, now: float) -> None:
+        """After a restart: let those of a held round hold it too whose grant was not written."""
+        for lease in round_.members.values():
+            if lease.state is LeaseState.WAITING:
+                self.hold(lease, now)
 
     # --- the end of a lease -------------------------------------------------------------------
 
     def end_lease(
         self, lease: Lease, *, code: str, text: str, now: float, waiters: int = 0
     ) -> None:
-        """Take a lease out of all books, and let whoever waits for it go on."""
+        """End a lease, and let whoever waits for what it had go on."""
         round_ = self.rounds[lease.round]
-        held = lease.state is LeaseState.HELD
-        del self.leases[lease.id]
-        del round_.members[lease.id]
-        self.confirm(lease)
-        self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
-        session = self.sessions.get(lease.session)
-        if session is not None:
-            del session.leases[lease.request]
-            self.out.append(
-                session.remember(
-                    lease.id,
-                    lease.request,
-                    code=code,
-                    text=text,
-                    waiters=waiters,
-                    deferred=waiters == 0,
-                    limit=self.limits.max_answers,
-                )
-            )
-        if held:
-            self.out.append(self._released_note(lease, round_, code, now))
+        if lease.state is LeaseState.HELD:
+            self.note_released(lease, code, now)
         else:
             # It may ask again and belong to the same round.
             round_.took_part.discard(lease.session)
+        self.strike_lease(lease, code, text, waiters)
         if not round_.members:
             self._end_round(round_, now)
 
     def _end_round(self, round_: Round, now: float) -> None:
         del self.rounds[round_.id]
         self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
-        if round_.state is RoundState.GATHERING:
-            return
-        free: list[Arbiter] = []
-        for group in round_.groups:
-            arbiter = self.arbiters[group]
-            was_chosen = arbiter.chosen == round_.id
-            last_waiter = len(arbiter.queue) == 1
-            arbiter.leave(round_.id)
-            if was_chosen:
-                free.append(arbiter)
-            elif arbiter.chosen is not None and last_waiter and not arbiter.queue:
-                self._tell_contended(self.rounds[arbiter.chosen])
-        # Only when it has left all of them: whoever is chosen for one goes on to the next.
-        for arbiter in free:
-            self._choose_next(arbiter, now)
-        if round_.state is RoundState.MOVING:
-            self._spare(round_, now)
+        if round_.state is not RoundState.GATHERING:
+            # Only then is anything free: who is chosen for one group goes on to the next.
+            for group in round_.groups:
+                self._leave(self.arbiters[group], round_)
+        for key in self.tenancies.by_job.get(round_.job, ()):
+            self.todo.extend(self.tenancies.all[key].beyond)
+        self.tidy(round_.job)
 
-    def _choose_next(self, arbiter: Arbiter, now: float) -> None:
-        arbiter.choose(now=now)
-        # A round that was let go on just before may have had this one chosen on its way.
-        if arbiter.chosen is not None:
-            self.advance(self.rounds[arbiter.chosen], now)
+    def _leave(self, arbiter: Arbiter, round_: Round) -> None:
+        waiters = len(arbiter.queue)
+        arbiter.leave(round_.id)
+        if arbiter.chosen is None:
+            self.todo.append(arbiter.name)
+        elif waiters and not arbiter.queue:
+            self.tell_contended(arbiter.name)
+        if round_.state is not RoundState.HELD:
+            self.vacated[arbiter.name] = None
 
-    def _spare(self, round_: Round, now: float) -> None:
-        """Turn back the evictions that only this round needed."""
-        for group in round_.groups:
-            for tenancy in self.tenancies.residents(group):
-                wanted = any(
-                    (chosen := self.arbiters[g].chosen) is not None
-                    and self.rounds[chosen].job != tenancy.key.job
-                    for g in tenancy.key.groups
-                )
-                if not wanted:
-                    self.out += self.tenancies.take_back(tenancy.key, now=now)
+    def _spare(self, group: GroupName, now: float) -> None:
+        """Turn back the evictions from a group that nobody needs any more."""
+        for tenancy in self.tenancies.residents(group):
+            chosen = [self.chosen_for(g) for g in tenancy.reach]
+            if not any(r is not None and r.job != tenancy.key.job for r in chosen):
+                self.out += self.tenancies.take_back(tenancy.key, now=now)
 
     # --- what coordinators say ----------------------------------------------------------------
 
     def on_outcome(self, outcome: Outcome, now: float) -> None:
         """Take in how a move ended."""
         key = outcome.tenancy
-        chosen = {
-            round_id: self.rounds[round_id]
-            for group in key.groups
-            if (round_id := self.arbiters[group].chosen) is not None
-        }
+        chosen = self._concerned(key)
         match outcome:
             case Evicted():
-                pass
+                self._bring_back(key, chosen, now)
             case Admitted(restored=restored):
-                for round_ in chosen.values():
-                    round_.restored |= restored and round_.job == key.job
+                for round_ in chosen:
+                    if restored and round_.job == key.job:
+                        round_.moved = round_.restored = True
             case EvictionFailed(reason=reason):
                 self._on_eviction_failed(key, reason, chosen, now)
             case AdmissionFailed(reason=reason):
                 self._on_admission_failed(key, reason, chosen, now)
+                self._bring_back(key, chosen, now)
             case Blocked(reason=reason):
-                self.out.append(_fault_note("blocked", key, reason))
-        for round_ in chosen.values():
-            if round_.id in self.rounds:
-                self._bring_back(round_, now)
-                self.advance(round_, now)
-        self.out += self.tenancies.drop(key)
-        self.forget_job(key.job)
+                self.note_fault("blocked", key, reason)
+            case _:
+                assert_never(outcome)
+        self.todo += [group for round_ in chosen for group in round_.groups[:1]]
+        self.work_off(now)
+        self.tidy(key.job)
 
-    def _bring_back(self, round_: Round, now: float) -> None:
+    def _concerned(self, key: TenancyKey) -> list[Round]:
+        """Return the rounds that have groups on whose devices the tenancy may be."""
+        tenancy = self.tenancies.all.get(key)
+        groups = tenancy.reach if tenancy is not None else key.groups
+        chosen = (self.chosen_for(group) for group in groups)
+        return list({round_.id: round_ for round_ in chosen if round_ is not None}.values())
+
+    def _bring_back(self, key: TenancyKey, chosen: list[Round], now: float) -> None:
         """Restore a holder's state that turns out to be parked (found after a restart)."""
-        if round_.state is not RoundState.HELD:
+        tenancy = self.tenancies.all.get(key)
+        if tenancy is None or tenancy.coordinator.place is not Place.OFF:
             return
-        for tenancy in self.tenancies.cover(round_.job, round_.groups, self.out) or ():
-            if tenancy.coordinator.place is Place.OFF and tenancy.participant.ranks:
-                self.out += self.tenancies.admit(tenancy.key, now=now)
+        if tenancy.participant.ranks and any(
+            r.id in self.rounds and r.state is RoundState.HELD and r.job == key.job for r in chosen
+        ):
+            self.out += self.tenancies.admit(key, now=now)
 
     def _on_eviction_failed(
-        self, key: TenancyKey, reason: Reason, chosen: dict[RoundId, Round], now: float
+        self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float
     ) -> None:
-        if reason.cause is Cause.CANCELLED:
+        if reason.cause is Cause.CANCELLED or self._is_gone(reason):
             return
-        for round_ in chosen.values():
-            if round_.job == key.job:
+        for round_ in chosen:
+            if round_.job == key.job or round_.state is not RoundState.MOVING:
                 continue
             tries = round_.evict_tries[key] = round_.evict_tries.get(key, 0) + 1
-            if reason.cause in LASTING or tries >= self.limits.max_evict_tries:
-                coordinator = self.tenancies.all[key].coordinator
-                if coordinator.pinned is None:
-                    coordinator.pinned = reason
-                    self.out.append(coordinator.record())
-                    self.out.append(_fault_note("pinned", key, reason))
+            enough = tries >= self.limits.max_evict_tries and not reason.is_ours
+            if reason.cause in LASTING or enough:
+                self._pin(key, reason)
+                # Whoever clears it means that all of it is tried again.
+                del round_.evict_tries[key]
             else:
-                self._stall(round_, key.job, reason)
+                self.tell_stalled(round_, key.job, reason)
                 self._pause(round_, tries, now)
 
+    def _pin(self, key: TenancyKey, reason: Reason) -> None:
+        coordinator = self.tenancies.all[key].coordinator
+        if coordinator.pinned is None:
+            coordinator.pinned = reason
+            self.out.append(coordinator.record())
+            self.note_fault("pinned", key, reason)
+
     def _on_admission_failed(
-        self, key: TenancyKey, reason: Reason, chosen: dict[RoundId, Round], now: float
+        self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float
     ) -> None:
-        for round_ in chosen.values():
+        for round_ in chosen:
             if round_.job != key.job:
                 continue
             round_.admit_tries += 1
-            company = reason.cause in (Cause.OCCUPIED, Cause.STRANGER)
-            if company and round_.admit_tries < MAX_ADMIT_TRIES:
-                self._stall(round_, key.job, reason)
-                if reason.cause is Cause.STRANGER:
+            gone = self._is_gone(reason)
+            passes = reason.cause in _COMPANY or reason.is_ours
+            if (passes or gone) and round_.admit_tries < MAX_ADMIT_TRIES:
+                if passes:
+                    self.tell_stalled(round_, key.job, reason)
+                if passes and not self._others_on(key):
+                    # Nobody can be sent away, but whatever it is may pass.
                     self._pause(round_, round_.admit_tries, now)
                 continue
-            if reason.cause in (Cause.DRIVER, Cause.FAILED, Cause.UNSUPPORTED):
+            if reason.cause in _OWN_FAULTS and not gone and not reason.is_ours:
                 self.set_fault(key.job, reason)
             code = reason.cause.value if reason.cause in _REFUSAL_CODES else "refused"
             self._refuse_round(round_, code, str(reason), now)
 
+    def _others_on(self, key: TenancyKey) -> bool:
+        residents = (t for group in key.groups for t in self.tenancies.residents(group))
+        return any(tenancy.key.job != key.job for tenancy in residents)
+
+    def _is_gone(self, reason: Reason) -> bool:
+        """Whether the rank that stood in the way is dead, and with it the reason."""
+        return reason.rank is not None and reason.rank.process not in self.tenancies.home
+
     def _pause(self, round_: Round, tries: int, now: float) -> None:
         limits = self.limits
-        pause_s = min(limits.retry_max_s, limits.retry_min_s * 2 ** (tries - 1))
+        pause_s = min(limits.retry_max_s, limits.retry_min_s * 2 ** min(tries - 1, MAX_DOUBLINGS))
         # Jitter: two hosts that turned back together must not try again together.
         pause_s *= 0.5 + self.random.random()
         self.timers.set(TimerKey(TimerKind.RETRY, round_.id), now + pause_s)
 
-    # --- faults -------------------------------------------------------------------------------
-
-    def set_fault(self, job: JobKey, reason: Reason) -> None:
-        """Refuse a job until its processes are gone or the fault is cleared."""
-        self.faults[job] = reason
-        self.out.append(FaultRecord(job=job, reason=reason))
-
-    def clear_fault(self, job: JobKey) -> None:
-        """Let a faulted job try again."""
-        if self.faults.pop(job, None) is not None:
-            self.out.append(FaultRecord(job=job, reason=None))
-
-    def forget_job(self, job: JobKey) -> None:
-        """Clear a job's fault when nothing of it is left."""
-        if job not in self.faults or self.tenancies.by_job.get(job):
-            return
-        if not any(session.job == job for session in self.sessions.values()):
-            self.clear_fault(job)
-
-    def on_rank_gone(self, key: TenancyKey, process: ProcessId, now: float) -> None:
+    def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], process: ProcessId) -> None:
         """Tell a job that a rank of it died, and look again at what waited for it."""
-        for session in self.sessions.values():
-            if session.job != key.job:
-                continue
-            for lease in session.leases.values():
-                if not set(lease.groups).isdisjoint(key.groups):
-                    text = f"rank {process.pid} of this job ended"
-                    self.out.append(
-                        TellRankLost(session=session.id, lease=lease.id, pid=process.pid, text=text)
-                    )
-        self.out += self.tenancies.drop(key)
-        self.forget_job(key.job)
-        for group in key.groups:
-            if (chosen := self.arbiters[group].chosen) is not None:
-                self.advance(self.rounds[chosen], now)
+        self.tell_rank_lost(key, process)
+        self.todo.extend(reach)
+        self.tidy(key.job)
 
     def revoke_unwritten(self, lease_id: LeaseId, reason: Reason, now: float) -> None:
         """Take back a grant that could not be written down and was not sent."""
@@ -462,69 +394,24 @@ class Granting:
             text = f"the daemon cannot write its journal: {reason.text}"
             self.refuse_lease(lease, "unavailable", text, now)
 
-    # --- refusals and messages ----------------------------------------------------------------
-
-    def refuse(self, session: SessionId, request: RequestId, code: str, text: str) -> None:
-        self.out.append(Refuse(session=session, request=request, code=code, text=text))
+    # --- refusals -----------------------------------------------------------------------------
 
     def refuse_lease(self, lease: Lease, code: str, text: str, now: float) -> None:
+        """End a lease that its client has no grant of."""
         self.refuse(lease.session, lease.request, code, text)
         self.end_lease(lease, code=code, text=text, now=now)
 
+    def take_away(self, lease: Lease, text: str, now: float) -> None:
+        """End a lease that its client holds, as far as it knows."""
+        self.end_lease(lease, code="lease_ended", text=text, now=now)
+        self.out.append(TellLost(session=lease.session, lease=lease.id, text=text))
+
     def _refuse_round(self, round_: Round, code: str, text: str, now: float) -> None:
         for lease in list(round_.members.values()):
-            self.refuse_lease(lease, code, text, now)
-
-    def _stall(self, round_: Round, job: JobKey, reason: Reason) -> None:
-        if round_.stalled == reason:
-            return
-        round_.stalled = reason
-        for lease in round_.members.values():
-            self.out.append(
-                TellStalled(session=lease.session, lease=lease.id, job=job, reason=reason)
-            )
-
-    def _tell_contended(self, round_: Round) -> None:
-        if round_.state is not RoundState.HELD:
-            return
-        for lease in round_.members.values():
-            self.out.append(
-                TellContended(
-                    session=lease.session,
-                    lease=lease.id,
-                    groups=lease.groups,
-                    waiters=self.waiters_of(lease),
-                )
-            )
-
-    def _granted_note(self, lease: Lease, round_: Round) -> Note:
-        return Note(
-            kind="granted",
-            level="info",
-            facts={
-                "job": str(round_.job),
-                "groups": ",".join(lease.groups),
-                "lease": lease.id,
-                "token": lease.tokens[0][1].as_int(),
-                "phase": lease.phase or None,
-                "waited_s": lease.granted_at - lease.asked_at,
-                "restored": round_.restored,
-                "switch_s": self._switch_s(lease, round_),
-            },
-        )
-
-    def _released_note(self, lease: Lease, round_: Round, code: str, now: float) -> Note:
-        return Note(
-            kind="released",
-            level="info",
-            facts={
-                "job": str(round_.job),
-                "groups": ",".join(lease.groups),
-                "lease": lease.id,
-                "held_s": now - lease.granted_at,
-                "cause": code,
-            },
-        )
+            if lease.state is LeaseState.HELD:
+                self.take_away(lease, text, now)
+            else:
+                self.refuse_lease(lease, code, text, now)
 
     def check_invariants(self, *, full: bool) -> None:
         """Assert what must hold between any two events; `full` looks at every round."""
@@ -533,11 +420,23 @@ class Granting:
             assert arbiter.chosen is None or arbiter.chosen in self.rounds
         if not full:
             return
+        assert not self.todo, "nothing is left for later"
         for round_ in self.rounds.values():
-            assert round_.members, "a round without members is over"
-            if round_.state in (RoundState.MOVING, RoundState.GRANTING, RoundState.HELD):
-                owners = {self.arbiters[group].chosen for group in round_.groups}
-                assert owners == {round_.id}, "it has all of its groups"
+            self._check_round(round_)
         for lease in self.leases.values():
             assert self.sessions[lease.session].leases[lease.request] is lease
             assert self.rounds[lease.round].members[lease.id] is lease
+            assert (lease.state is LeaseState.HELD) == bool(lease.tokens)
+
+    def _check_round(self, round_: Round) -> None:
+        assert round_.members, "a round without members is over"
+        has = [group for group in round_.groups if self.arbiters[group].chosen == round_.id]
+        assert has == list(round_.groups[: round_.reserved]), "it takes its groups in their order"
+        if round_.state is RoundState.QUEUED:
+            group = round_.groups[round_.reserved]
+            assert round_.id in self.arbiters[group].queue, "it waits for the next one"
+        elif round_.state is not RoundState.GATHERING:
+            assert round_.reserved == len(round_.groups), "it has all of its groups"
+        states = {lease.state for lease in round_.members.values()}
+        held = round_.state is RoundState.HELD
+        assert states == {LeaseState.HELD if held else LeaseState.WAITING}

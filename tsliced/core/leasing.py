@@ -16,9 +16,7 @@ from tsliced.core.actions import (
     ConfirmCancel,
     ConfirmRelease,
     EndSession,
-    Note,
     SessionEndedRecord,
-    TellLost,
     WatchProcess,
 )
 from tsliced.core.events import (
@@ -49,7 +47,7 @@ NO_ROUND = RoundId(0)
 class Leasing(Granting):
     """The books of one host, with the doors that clients come in by."""
 
-    gangs: dict[tuple[JobKey, tuple[GroupName, ...]], Gang] = field(default_factory=dict)
+    gangs: dict[JobKey, dict[tuple[GroupName, ...], Gang]] = field(default_factory=dict)
     #: Number of the latest round.
     last_round: RoundId = NO_ROUND
 
@@ -69,69 +67,66 @@ class Leasing(Granting):
         self.put_session(session)
         self.out += (session.record(), WatchProcess(process=event.process))
 
-    def put_session(self, session: Session) -> None:
-        """Enter a session into the books."""
-        self.sessions[session.id] = session
-        self.by_process.setdefault(session.process, {})[session.id] = None
-        if session.hooks:
-            self.tenancies.add_hooks(session.job, session.id)
-
     def on_disconnected(self, session_id: SessionId, now: float) -> None:
         """Wait for a client to come back as long as it may."""
         session = self.sessions.get(session_id)
         if session is None:
             return
         session.connected = False
+        self.await_return(session_id, now)
+
+    def await_return(self, session_id: SessionId, now: float) -> None:
+        """Let the clock run for a client that is away."""
         key = TimerKey(TimerKind.GRACE, session_id)
         self.timers.set(key, now + self.limits.grace_s)
 
-    def on_resumed(self, session_id: SessionId, now: float) -> None:
-        """A client came back; what was on the wire may be lost, so grants count as unseen."""
+    def on_resumed(self, session_id: SessionId) -> None:
+        """A client came back. What it has no answer to it asks again; other grants it has seen."""
         session = self.sessions.get(session_id)
         if session is None:
             return
         session.connected = True
         self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
         for lease in session.leases.values():
-            if lease.unconfirmed:
-                self.await_confirmation(lease, now)
+            self.confirm(lease)
 
-    def end_session(self, session_id: SessionId, text: str, now: float, *, died: bool) -> None:
+    def end_session(self, session_id: SessionId, text: str, now: float) -> None:
         """End a session and all its leases."""
-        session = self.sessions.pop(session_id, None)
+        session = self.sessions.get(session_id)
         if session is None:
             return
-        of_process = self.by_process[session.process]
-        del of_process[session_id]
-        if not of_process:
-            del self.by_process[session.process]
-        if session.hooks:
-            self.tenancies.remove_hooks(session.job, session_id)
-        self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
-        for lease in list(session.leases.values()):
+        # Those that wait come first, so that none of them is granted what the others leave.
+        leases = sorted(session.leases.values(), key=lambda lease: lease.state is LeaseState.HELD)
+        for lease in leases:
             self.end_lease(lease, code="lease_ended", text=text, now=now)
-        self._leave_gangs(session, now, died=died)
-        self.forget_job(session.job)
-        self.out += (
-            SessionEndedRecord(session=session_id),
-            EndSession(session=session_id, text=text),
-        )
+        self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
+        self.strike_session(session)
+        self.out.append(EndSession(session=session_id, text=text))
+        self._leave_gangs(session, now)
+        self.tidy(session.job)
+        # Last, so that whatever is kept of all this, a restart can end what is left of it.
+        self.out.append(SessionEndedRecord(session=session_id))
 
-    def _leave_gangs(self, session: Session, now: float, *, died: bool) -> None:
-        for key, gang in list(self.gangs.items()):
+    def _leave_gangs(self, session: Session, now: float) -> None:
+        of_job = self.gangs.get(session.job, {})
+        for groups, gang in list(of_job.items()):
             if session.id not in gang.sessions:
                 continue
             gang.sessions.remove(session.id)
-            gang.lost += died
+            gang.lost += 1
             if not gang.sessions:
-                del self.gangs[key]
-                continue
-            latest = gang.latest
-            gathering = latest is not None and latest.id in self.rounds
-            if latest is not None and gathering and latest.state is RoundState.GATHERING:
-                # The one that all others waited for may be the one that is gone.
-                latest.lost = gang.lost
-                self.take_place(latest, now)
+                del of_job[groups]
+            for round_ in self._live(gang):
+                if round_.state is RoundState.GATHERING:
+                    # The one that all others waited for may be the one that is gone.
+                    round_.lost = gang.lost
+                    self.take_place(round_, now)
+        if not of_job:
+            self.gangs.pop(session.job, None)
+
+    def _live(self, gang: Gang) -> list[Round]:
+        gang.rounds = [round_id for round_id in gang.rounds if round_id in self.rounds]
+        return [self.rounds[round_id] for round_id in gang.rounds]
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -145,7 +140,10 @@ class Leasing(Granting):
         lease = session.leases.get(event.request)
         if lease is not None:
             if lease.state is LeaseState.HELD:
-                self.grant(lease, self.rounds[lease.round], now)
+                self.await_confirmation(lease, now)
+                self.tell_granted(lease)
+            else:
+                self._limit_wait(lease, event.timeout_s, now)
             return
         if (ended := session.ended.get(lease_id)) is not None:
             code = "lease_ended" if ended.code == RELEASED else ended.code
@@ -170,6 +168,9 @@ class Leasing(Granting):
                 return "would_exceed_limit", f"{limits.max_waiters} already wait for {group!r}"
         if not groups:
             return "unknown_group", "this session may lease no group of this host"
+        if len(groups) > limits.max_groups_per_lease:
+            most = limits.max_groups_per_lease
+            return "would_exceed_limit", f"one lease has at most {most} groups"
         if len(session.leases) >= limits.max_leases_per_session:
             return "would_exceed_limit", "this session has too many leases; release some first"
         if (reason := self.faults.get(session.job)) is not None:
@@ -202,30 +203,22 @@ class Leasing(Granting):
         )
         self.put_lease(session, lease, round_)
         if round_.state is RoundState.HELD:
-            self.hold(lease, round_, now)
+            self.hold(lease, now)
             return
+        place = round_.place
         self.take_place(round_, now)
-        if lease.state is LeaseState.WAITING and lease.id in self.leases:
-            self._wait(lease, round_, event.timeout_s, now)
+        if lease.state is LeaseState.HELD or lease.id not in self.leases:
+            return
+        if round_.place == place:
+            self.keep_lease(lease)
+        self._limit_wait(lease, event.timeout_s, now)
+        self.note_queued(lease)
 
-    def _wait(self, lease: Lease, round_: Round, timeout_s: float | None, now: float) -> None:
-        # All of the round's: the last to ask gives them all their place in the queue.
-        for member in round_.members.values():
-            self.out.append(member.record(round_.place))
-        if timeout_s is not None:
-            self.timers.set(TimerKey(TimerKind.ACQUIRE, lease.id), now + timeout_s)
-        self.out.append(
-            Note(
-                kind="queued",
-                level="info",
-                facts={
-                    "job": str(round_.job),
-                    "groups": ",".join(round_.groups),
-                    "lease": lease.id,
-                    "round": round_.state.value,
-                },
-            )
-        )
+    def _limit_wait(self, lease: Lease, timeout_s: float | None, now: float) -> None:
+        """Let a lease wait no longer than its client wants; a repeated wish does not extend it."""
+        key = TimerKey(TimerKind.ACQUIRE, lease.id)
+        if timeout_s is not None and self.timers.get(key) is None:
+            self.timers.set(key, now + timeout_s)
 
     def _round_for(
         self,
@@ -237,11 +230,12 @@ class Leasing(Granting):
     ) -> Round:
         gang: Gang | None = None
         if ranks > 1:
-            gang = self.gangs.setdefault((session.job, groups), Gang())
-            gang.sessions.add(session.id)
-            latest = gang.latest
-            if latest is not None and latest.id in self.rounds and latest.may_join(session.id):
-                return latest
+            gang = self.gangs.setdefault(session.job, {}).setdefault(groups, Gang())
+            gang.join(session.id, ranks)
+            for round_ in self._live(gang):
+                if round_.may_join(session.id):
+                    round_.lost = min(round_.lost, gang.lost)
+                    return round_
         self.last_round = RoundId(self.last_round + 1)
         round_ = Round(
             id=self.last_round,
@@ -250,19 +244,24 @@ class Leasing(Granting):
             ranks=ranks,
             arrival=arrival,
             asked_at=now,
-            lost=gang.lost if gang is not None else 0,
         )
         self.rounds[round_.id] = round_
         if gang is not None:
-            gang.latest = round_
+            round_.lost = gang.lost
+            gang.rounds.append(round_.id)
         return round_
 
-    def regain_gang(self, round_: Round, session: SessionId) -> None:
+    def regain_gang(self, round_: Round) -> None:
         """After a restart: know again who asks together."""
-        gang = self.gangs.setdefault((round_.job, round_.groups), Gang())
-        gang.sessions.add(session)
-        if gang.latest is None or gang.latest.id < round_.id:
-            gang.latest = round_
+        gang = self.gangs.setdefault(round_.job, {}).setdefault(round_.groups, Gang())
+        gang.lost = max(gang.lost, round_.lost)
+        if round_.id not in gang.rounds:
+            gang.rounds.append(round_.id)
+            gang.rounds.sort()
+        # Who has asked before is not kept, so any session of the job may be one of them.
+        for session_id in self.by_job[round_.job]:
+            if not self.sessions[session_id].agent:
+                gang.sessions.add(session_id)
 
     def on_release(self, event: ReleaseRequested, now: float) -> None:
         """Let a session give a lease back."""
@@ -293,10 +292,14 @@ class Leasing(Granting):
     def on_cancel(self, event: CancelRequested, now: float) -> None:
         """Let a session take an acquire back. A held lease is released by its client."""
         session = self.sessions.get(event.session)
-        lease = session.leases.get(event.acquire) if session else None
-        cancelled = lease is not None and lease.state is LeaseState.WAITING
-        if lease is not None and cancelled:
+        if session is None:
+            self.refuse(event.session, event.request, "session_unknown", "connect again")
+            return
+        lease = session.leases.get(event.acquire)
+        if lease is not None and lease.state is LeaseState.WAITING:
             self.refuse_lease(lease, "cancelled", "it was cancelled", now)
+        ended = session.ended.get(lease_name(session.id, event.acquire))
+        cancelled = ended is not None and ended.code == "cancelled"
         self.out.append(
             ConfirmCancel(session=event.session, request=event.request, cancelled=cancelled)
         )
@@ -327,17 +330,27 @@ class Leasing(Granting):
     def on_confirm_due(self, lease_id: LeaseId, now: float) -> None:
         """A grant was not confirmed: it is handed back."""
         lease = self.leases.get(lease_id)
-        if lease is None or not lease.unconfirmed:
+        if lease is None:
             return
         session = self.sessions[lease.session]
         if not session.connected:
-            # While the connection is down another clock runs, and a resumed session gets anew.
+            # While the connection is down another clock runs.
+            return
+        if self.tenancies.holds_still(session.process):
+            self.await_confirmation(lease, now)
             return
         text = f"its grant was not confirmed within {self.limits.ack_s} s"
-        self.end_lease(lease, code="lease_ended", text=text, now=now)
-        self.out.append(TellLost(session=session.id, lease=lease_id, text=text))
+        self.take_away(lease, text, now)
 
     def on_grace_due(self, session_id: SessionId, now: float) -> None:
         """A client did not come back."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        holds = any(lease.state is LeaseState.HELD for lease in session.leases.values())
+        if self.tenancies.holds_still(session.process) and not holds:
+            # It may be our doing that it does not come. But a holder keeps others waiting.
+            self.await_return(session_id, now)
+            return
         text = f"its connection was gone for {self.limits.grace_s} s"
-        self.end_session(session_id, text, now, died=True)
+        self.end_session(session_id, text, now)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from random import Random
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from tsliced.core.actions import (
     Action,
@@ -79,6 +78,10 @@ from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
 from tsliced.core.timers import TimerKey, TimerKind, Timers
+from tsliced.core.unwritten import Unwritten
+
+if TYPE_CHECKING:
+    from random import Random
 
 RECORDS = (
     SessionRecord,
@@ -92,6 +95,10 @@ RECORDS = (
     FaultRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
+
+#: Timers of which there is one.
+_NUMBERS = TimerKey(TimerKind.NUMBERS, OpId(0))
+_JOURNAL = TimerKey(TimerKind.JOURNAL, OpId(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +150,8 @@ class Machine:
             timers=self.timers,
             random=random,
         )
+        #: Records that the journal does not have and should.
+        self.unwritten = Unwritten()
         #: Operations that have been in flight for longer than they should.
         self.stuck: dict[OpId, Note] = {}
         #: The latest events, for the story of a broken invariant.
@@ -162,7 +171,7 @@ class Machine:
         self._dispatch(event, now)
         self._settle(now)
         self.check_invariants(full=self._full_checks)
-        return self._effects(leasing.out)
+        return self._effects(leasing.out, add_unwritten=not isinstance(event, RecordsFailed))
 
     def _dispatch(self, event: Event, now: float) -> None:
         leasing, tenancies = self.leasing, self.tenancies
@@ -180,9 +189,9 @@ class Machine:
             case SessionDisconnected(session=session):
                 leasing.on_disconnected(session, now)
             case SessionResumed(session=session):
-                leasing.on_resumed(session, now)
+                leasing.on_resumed(session)
             case SessionClosed(session=session):
-                leasing.end_session(session, "it was closed", now, died=False)
+                leasing.end_session(session, "it was closed", now)
             case OperationFinished():
                 self._on_operation(event, now)
             case GroupsScanned():
@@ -211,20 +220,21 @@ class Machine:
     def _settle(self, now: float) -> None:
         """Deliver what coordinators had to say, then bring the clocks up to date."""
         tenancies = self.tenancies
+        self.leasing.work_off(now)
         while tenancies.signals:
             self.leasing.on_outcome(tenancies.signals.popleft(), now)
-        while tenancies.touched:
-            key = tenancies.touched.pop()
+        for key in tenancies.touched:
             timer = TimerKey(TimerKind.BARRIER, key)
             tenancy = tenancies.all.get(key)
             if tenancy is None or tenancy.coordinator.deadline is None:
                 self.timers.clear(timer)
             elif self.timers.get(timer) != tenancy.coordinator.deadline:
                 self.timers.set(timer, tenancy.coordinator.deadline)
+        tenancies.touched.clear()
         if (ask := self.numbers.ask()) is not None:
             self.leasing.out.append(ask)
 
-    def _effects(self, out: list[Effect]) -> Effects:
+    def _effects(self, out: list[Effect], *, add_unwritten: bool) -> Effects:
         records: list[Record] = []
         actions: list[Action] = []
         for effect in out:
@@ -234,19 +244,24 @@ class Machine:
                 actions.append(effect)  # type: ignore[arg-type]  # signals never come this far
                 if type(effect) is StartOperation:
                     self._arm_alarm(effect)
+        if self.unwritten and records and add_unwritten:
+            records = self.unwritten.take_with(records)
         return Effects(records=tuple(records), actions=tuple(actions))
 
     # --- events that concern several machines -------------------------------------------------
 
     def _on_started(self, now: float) -> None:
-        out = self.leasing.out
-        out += [WatchProcess(process=process) for process in self.leasing.by_process]
-        out += [WatchProcess(process=process) for process in self.tenancies.home]
-        out += self.tenancies.ask_all(now=now)
-        waiting = sorted(self.leasing.rounds.values(), key=lambda round_: round_.place)
-        for round_ in waiting:
-            if round_.state is RoundState.QUEUED:
-                self.leasing.advance(round_, now)
+        leasing, tenancies = self.leasing, self.tenancies
+        processes = dict.fromkeys((*leasing.by_process, *tenancies.home))
+        leasing.out += [WatchProcess(process=process) for process in processes]
+        leasing.out += tenancies.ask_all(now=now)
+        for round_ in sorted(leasing.rounds.values(), key=lambda round_: round_.place):
+            if round_.state is RoundState.HELD:
+                leasing.hold_rest(round_, now)
+            else:
+                leasing.take_place(round_, now)
+        for job in dict.fromkeys((*tenancies.by_job, *leasing.faults)):
+            leasing.tidy(job)
 
     def _on_operation(self, event: OperationFinished, now: float) -> None:
         self.timers.clear(TimerKey(TimerKind.STUCK, event.op))
@@ -259,28 +274,28 @@ class Machine:
         leasing, process = self.leasing, event.process
         text = f"its process {process.pid} ended"
         key = self.tenancies.home.get(process)
+        reach = self.tenancies.all[key].reach if key is not None else ()
         # First the rank: the lease's end may choose the next round, which evicts what is left.
         leasing.out += self.tenancies.on_exit(process, now=now)
         for session in list(leasing.by_process.get(process, ())):
-            leasing.end_session(session, text, now, died=True)
+            leasing.end_session(session, text, now)
         if key is not None:
-            leasing.on_rank_gone(key, process, now)
+            leasing.on_rank_gone(key, reach, process)
 
     def _on_numbers(self, event: NumbersReserved, now: float) -> None:
         self.numbers.on_reserved(event)
         if event.failure is not None:
             facts = {"reason": str(event.failure)}
             self.leasing.out.append(Note(kind="journal", level="error", facts=facts))
-            retry = TimerKey(TimerKind.NUMBERS, OpId(0))
-            self.timers.set(retry, now + self.config.limits.retry_max_s)
+            self.timers.set(_NUMBERS, now + self.config.limits.retry_max_s)
             return
         self.leasing.out += self.tenancies.on_numbers(now=now)
-        self.leasing.advance_all(now)
+        self.leasing.advance_all()
 
     def _on_fault_cleared(self, job: JobKey, now: float) -> None:
         self.leasing.clear_fault(job)
         self.leasing.out += self.tenancies.clear(job, now=now)
-        self.leasing.advance_all(now)
+        self.leasing.advance_all()
 
     def _on_time(self, now: float) -> None:
         leasing = self.leasing
@@ -300,6 +315,8 @@ class Machine:
                     self._on_stuck(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:
                     self.numbers.let_go()
+                case TimerKind.JOURNAL:
+                    leasing.out[:0] = self.unwritten.take_with(())
                 case _:
                     assert_never(kind)
 
@@ -330,9 +347,12 @@ class Machine:
 
     def _on_records_failed(self, event: RecordsFailed, now: float) -> None:
         """Let what was announced have failed; what needs no record is done all the same."""
+        self.unwritten.add(event.records)
+        self.timers.set(_JOURNAL, now + self.config.limits.retry_max_s)
+        unwritten = {record.lease for record in event.records if isinstance(record, LeaseRecord)}
         for action in event.actions:
             match action:
-                case Grant(lease=lease):
+                case Grant(lease=lease) if lease in unwritten:
                     self.leasing.revoke_unwritten(lease, event.failure, now)
                 case StartOperation(verb=Verb.FREEZE | Verb.SNAPSHOT):
                     self._fail_operation(action, event.failure, now)

@@ -167,6 +167,11 @@ class Reason:
     text: str
     rank: RankId | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the daemon's trouble (journal, look at devices) and no fault of a job."""
+        return self.cause is Cause.JOURNAL or (self.cause is Cause.DRIVER and self.rank is None)
+
     def __str__(self) -> str:
         where = f" (pid {self.rank.process.pid} on {self.rank.host})" if self.rank else ""
         return f"{self.text}{where}"

@@ -22,6 +22,8 @@ class Numbers:
     block: int
     _next: int = field(init=False)
     _asked: bool = field(init=False, default=False)
+    #: The most that was asked for at once and could not be had.
+    _short_of: int = field(init=False, default=0)
     _next_op: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
@@ -29,10 +31,16 @@ class Numbers:
 
     def take(self) -> Counter | None:
         """Return the next number, or None while the block is exhausted."""
-        if self._next >= self.ceiling:
+        numbers = self.take_several(1)
+        return numbers[0] if numbers else None
+
+    def take_several(self, count: int) -> list[Counter] | None:
+        """Return the next `count` numbers, or None, and none is used up, while they are too few."""
+        if self.left() < count:
+            self._short_of = max(self._short_of, count)
             return None
-        self._next += 1
-        return Counter(self.generation, self._next - 1)
+        first, self._next = self._next, self._next + count
+        return [Counter(self.generation, number) for number in range(first, self._next)]
 
     def take_op(self) -> OpId:
         """Return an operation id; these live no longer than this run of the daemon."""
@@ -45,17 +53,18 @@ class Numbers:
 
     def ask(self) -> ReserveNumbers | None:
         """Return the action that reserves the next block, once for each block, at half use."""
-        if self._asked or self.left() > self.block // 2:
+        enough = self.left() > self.block // 2 and self.left() >= self._short_of
+        if self._asked or enough:
             return None
         self._asked = True
-        return ReserveNumbers(ceiling=self.ceiling + self.block)
+        return ReserveNumbers(ceiling=self.ceiling + max(self.block, self._short_of))
 
     def on_reserved(self, event: NumbersReserved) -> None:
         """Raise the ceiling. After a failure nothing is asked for before `let_go`."""
         if event.failure is None:
             assert event.ceiling >= self.ceiling, "a ceiling never falls"
             self.ceiling = event.ceiling
-            self._asked = False
+            self._asked, self._short_of = False, 0
 
     def let_go(self) -> None:
         """Ask again, some time after a failure."""

@@ -38,6 +38,7 @@ from tsliced.core.model import (
     DeviceId,
     FoundRank,
     Goal,
+    GroupName,
     HostName,
     OpId,
     ProcessId,
@@ -85,11 +86,15 @@ class Participant:
     ranks: dict[ProcessId, Rank] = field(default_factory=dict)
     #: Sessions of the job whose processes can quiesce and resume.
     hook_sessions: dict[SessionId, None] = field(default_factory=dict)
+    #: Groups that are not the tenancy's and that a rank of it has a context in nevertheless.
+    beyond: dict[GroupName, RankId] = field(default_factory=dict)
     order: Order | None = None
     answer: Report | None = None
     pending: Pending | None = None
     #: Hooks have been told to quiesce and not yet to resume.
     quiesced: bool = False
+    #: It has left its devices, or never was there: who is on them now is not known.
+    away: bool = True
     _failure: Reason | None = None
     _done: set[Step] = field(default_factory=set)
     _scans: int = 0
@@ -107,6 +112,8 @@ class Participant:
         if self.order is None or order.stamp.epoch != self.order.stamp.epoch:
             self._failure = None
         self.order, self.answer = order, None
+        # What is to be frozen is on its devices, and goes back to where it was.
+        self.away = self.away and order.goal is not Goal.FROZEN
         self._done.clear()
         self._scans = 0
         return self._drive(now)
@@ -128,6 +135,9 @@ class Participant:
         """Take in what became of a rank."""
         rank = self.ranks[event.rank.process]
         operation = rank.finish(event)
+        if operation.verb is Verb.RESTORE and rank.state is not RankState.PARKED:
+            # The host memory that it had is free for all again.
+            self._reserved.pop(rank.id.process, None)
         out: list[Effect] = [self._note(rank, operation, event)]
         if rank.exited:
             out += self._drop(rank)
@@ -176,13 +186,18 @@ class Participant:
         """Whether a rank is known whose memory must be assumed to be on a device."""
         return any(rank.state.holds_device for rank in self.ranks.values())
 
+    @property
+    def owes_resume(self) -> bool:
+        """Whether a session was told to quiesce and waits to be told to resume."""
+        return self.quiesced and bool(self.hook_sessions)
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         if self.answer is not None:
             assert self.order is not None, "only orders are answered"
             assert self.answer.stamp == self.order.stamp, "the standing order is answered"
-        frozen_for_good = self.order is None and not self.busy
-        if frozen_for_good:
+            assert not self.busy, "an answer waits until nothing is in flight"
+        if self.order is None:
             states = {rank.state for rank in self.ranks.values()}
             assert RankState.FROZEN not in states, "nobody is frozen without an order"
 
@@ -250,8 +265,7 @@ class Participant:
 
     def _toward_restored(self, order: Order, now: float) -> list[Effect]:
         parked = self._in_state(RankState.PARKED)
-        # Without a parked rank nothing is restored, but a newcomer's devices are looked at too.
-        if Step.SCAN not in self._done and (parked or not self.ranks):
+        if Step.SCAN not in self._done and (parked or self.away):
             return [self._scan(order, Step.SCAN)]
         if Step.RESERVE not in self._done and parked:
             return [self._reserve_device_memory(order, parked)]
@@ -264,8 +278,9 @@ class Participant:
             return []
         if frozen := self._in_state(RankState.FROZEN):
             return [effect for rank in frozen for effect in self._start(rank, Verb.THAW, now)]
-        if self.quiesced and Step.HOOKS not in self._done:
+        if self.owes_resume:
             return [self._run_hooks(order, quiesce=False)]
+        self.quiesced = False
         free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
         return [free, *self._give_answer(order)]
 
@@ -304,6 +319,7 @@ class Participant:
             op=self._begin(order, step),
             tenancy=self.tenancy,
             expect_gone=gone if order.goal is Goal.OFF else frozenset(),
+            beyond=tuple(self.beyond),
         )
 
     def _short_of_host_memory(self, moving: list[Rank]) -> bool:
@@ -339,7 +355,7 @@ class Participant:
         assert pending is not None
         assert pending.op == op, "a step has one result"
         self.pending = None
-        if pending.step is Step.RESERVE and failure is not None:
+        if pending.step is Step.RESERVE and failure and pending.order.goal is not Goal.RESTORED:
             self._reserved.clear()
         if pending.step is Step.HOOKS and pending.order.goal is Goal.ON:
             # A job that cannot resume is not frozen again for it: it runs.
@@ -371,7 +387,7 @@ class Participant:
 
     def _refuse_company(self, found: tuple[FoundRank, ...]) -> None:
         for other in found:
-            if other.job == self.tenancy.job or not other.devices:
+            if other.job == self.tenancy.job or not other.devices or other.process in self.ranks:
                 continue
             who = f"pid {other.process.pid} ({other.name or 'unknown'}) of uid {other.uid}"
             cause = Cause.STRANGER if other.job is None else Cause.OCCUPIED
@@ -388,6 +404,8 @@ class Participant:
             self._failure = reason
 
     def _give_answer(self, order: Order) -> list[Effect]:
+        if self._failure is None and order.goal in (Goal.OFF, Goal.ON):
+            self.away = order.goal is Goal.OFF
         states = tuple((rank.id.process, rank.state) for rank in self.ranks.values())
         self.answer = Report(
             host=self.host,

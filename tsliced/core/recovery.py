@@ -7,6 +7,8 @@ their clients come back, and whoever waited waits at the same place: `Started` s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import assert_never
 
 from tsliced.core.actions import (
     FaultRecord,
@@ -20,40 +22,69 @@ from tsliced.core.actions import (
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.coordinator import Place
+from tsliced.core.coordinator import NO_STAMP, Place
 from tsliced.core.machine import Machine
 from tsliced.core.model import Goal, RankState, RoundId
 from tsliced.core.rank import Rank
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState, Session
-from tsliced.core.timers import TimerKey, TimerKind
 
 
 def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
     """Put the journal's state (not its history: one record per thing) into a fresh machine."""
-    leases: list[LeaseRecord] = []
+    state = _State()
     for record in records:
         match record:
             case SessionRecord():
-                _session(machine, record, now)
+                state.sessions.append(record)
             case LeaseRecord():
-                leases.append(record)
+                state.leases.append(record)
             case LeaseEndedRecord():
-                session = machine.leasing.sessions.get(record.session)
-                if session is not None:
-                    session.recall(record, limit=machine.config.limits.max_answers)
+                state.ended.append(record)
             case TenancyRecord():
-                _tenancy(machine, record)
+                state.tenancies.append(record)
             case RankRecord():
-                _rank(machine, record)
+                state.ranks.append(record)
             case FaultRecord(job=job, reason=reason):
-                if reason is not None:
-                    machine.leasing.faults[job] = reason
+                assert reason is not None, "a cleared fault is not kept"
+                machine.leasing.faults[job] = reason
             case SessionEndedRecord() | TenancyEndedRecord() | RankEndedRecord():
                 raise AssertionError("a journal's state has no ends in it")
-    # Holders first: they have their groups before anybody is put into a queue.
-    for record in sorted(leases, key=lambda lease: (not lease.tokens, lease.place, lease.lease)):
-        _lease(machine, record, now)
+            case _:
+                assert_never(record)
+    state.put_into(machine, now)
+
+
+@dataclass(slots=True)
+class _State:
+    """The journal's records by kind: each needs those before it, in whatever order they came."""
+
+    sessions: list[SessionRecord] = field(default_factory=list)
+    ended: list[LeaseEndedRecord] = field(default_factory=list)
+    tenancies: list[TenancyRecord] = field(default_factory=list)
+    ranks: list[RankRecord] = field(default_factory=list)
+    leases: list[LeaseRecord] = field(default_factory=list)
+
+    def put_into(self, machine: Machine, now: float) -> None:
+        for session in self.sessions:
+            _session(machine, session, now)
+        # By request, because a slot does not tell what is older.
+        for ended in sorted(self.ended, key=lambda record: record.request):
+            if (owner := machine.leasing.sessions.get(ended.session)) is not None:
+                owner.recall(ended)
+            else:
+                machine.unwritten.add([SessionEndedRecord(session=ended.session)])
+        for tenancy in self.tenancies:
+            _tenancy(machine, tenancy)
+        for rank in self.ranks:
+            _rank(machine, rank)
+        for known in machine.tenancies.all.values():
+            if not known.participant.ranks:
+                # Whether it is alone on its devices is looked at when its job is let on again.
+                known.coordinator.place, known.participant.away = Place.OFF, True
+        # Holders first: they have their groups before anybody is put into a queue.
+        for lease in sorted(self.leases, key=lambda r: (not r.tokens, r.place, r.lease)):
+            _lease(machine, lease, now)
 
 
 def _session(machine: Machine, record: SessionRecord, now: float) -> None:
@@ -69,8 +100,7 @@ def _session(machine: Machine, record: SessionRecord, now: float) -> None:
             connected=False,
         )
     )
-    key = TimerKey(TimerKind.GRACE, record.session)
-    machine.timers.set(key, now + machine.config.limits.grace_s)
+    machine.leasing.await_return(record.session, now)
 
 
 def _tenancy(machine: Machine, record: TenancyRecord) -> None:
@@ -78,8 +108,13 @@ def _tenancy(machine: Machine, record: TenancyRecord) -> None:
         # The configuration no longer has the group; its ranks are found again by a scan.
         return
     place = Place.OFF if record.goal is Goal.OFF else Place.ON
-    coordinator = machine.tenancies.make(record.tenancy, place).coordinator
-    coordinator.stamp, coordinator.pinned = record.stamp, record.pinned
+    tenancy = machine.tenancies.make(record.tenancy, place)
+    coordinator, participant = tenancy.coordinator, tenancy.participant
+    coordinator.stamp, coordinator.goal = record.stamp, record.goal
+    coordinator.pinned = record.pinned
+    participant.away = record.goal in (Goal.OFF, Goal.RESTORED)
+    # Whether its sessions were told to resume is not kept; to be told again does no harm.
+    participant.quiesced = record.stamp != NO_STAMP
 
 
 def _rank(machine: Machine, record: RankRecord) -> None:
@@ -95,14 +130,22 @@ def _rank(machine: Machine, record: RankRecord) -> None:
         state=RankState.UNKNOWN,
         parked_bytes=record.device_bytes,
     )
-    tenancies.all[record.tenancy].participant.ranks[record.rank.process] = rank
-    tenancies.home[record.rank.process] = record.tenancy
+    tenancies.regain(rank, record.tenancy)
 
 
 def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:
     leasing = machine.leasing
     session = leasing.sessions.get(record.session)
-    if session is None or any(group not in leasing.arbiters for group in record.groups):
+    if session is None:
+        # Its end could not be written.
+        machine.unwritten.add([_end_of(record), SessionEndedRecord(session=record.session)])
+        return
+    if any(group not in leasing.arbiters for group in record.groups):
+        text, limit = "its group is no longer configured", machine.config.limits.max_answers
+        ended = session.remember(
+            record.lease, record.request, code="lease_ended", text=text, limit=limit
+        )
+        machine.unwritten.add([ended])
         return
     lease = Lease(
         id=record.lease,
@@ -117,10 +160,21 @@ def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:
         state=LeaseState.HELD if record.tokens else LeaseState.WAITING,
         tokens=record.tokens,
         granted_at=now,
-        # Whether the grant arrived is not known; its client will ask again or confirm.
-        unconfirmed=bool(record.tokens),
     )
     leasing.put_lease(session, lease, _round(machine, record, session, now))
+
+
+def _end_of(record: LeaseRecord) -> LeaseEndedRecord:
+    return LeaseEndedRecord(
+        lease=record.lease,
+        session=record.session,
+        request=record.request,
+        slot=0,
+        code="lease_ended",
+        text="its session is gone",
+        waiters=0,
+        deferred=False,
+    )
 
 
 def _round(machine: Machine, record: LeaseRecord, session: Session, now: float) -> Round:
@@ -134,17 +188,21 @@ def _round(machine: Machine, record: LeaseRecord, session: Session, now: float) 
             ranks=record.ranks,
             arrival=record.arrival,
             asked_at=now,
-            place=record.place,
         )
         leasing.rounds[round_.id] = round_
-    if record.tokens and round_.state is not RoundState.HELD:
-        round_.state, round_.reserved = RoundState.HELD, len(round_.groups)
+    # Of what was written at once, only a part may have been kept.
+    round_.place = max(round_.place, record.place)
+    round_.lost = max(round_.lost, record.lost)
+    if record.tokens:
+        machine.tenancies.regain_held(session.job, record.groups)
+        round_.state, round_.tokens = RoundState.HELD, record.tokens
+        round_.reserved = len(round_.groups)
         for group in round_.groups:
             leasing.arbiters[group].chosen = round_.id
-    elif not record.tokens and record.place and round_.state is RoundState.GATHERING:
+    elif round_.place and round_.state is RoundState.GATHERING:
         round_.state = RoundState.QUEUED
     if record.ranks > 1:
-        leasing.regain_gang(round_, record.session)
+        leasing.regain_gang(round_)
     leasing.last_round = RoundId(max(leasing.last_round, round_.id))
-    leasing.last_place = max(leasing.last_place, record.place)
+    leasing.last_place = max(leasing.last_place, round_.place)
     return round_

@@ -21,6 +21,7 @@ from tsliced.core.model import (
     RoundId,
     SessionId,
     TenancyKey,
+    Token,
 )
 from tsliced.core.sessions import Lease
 
@@ -57,8 +58,10 @@ class Round:
     took_part: set[SessionId] = field(default_factory=set)
     #: How many of `groups` it has, from the front.
     reserved: int = 0
+    #: One for each group, while it is held.
+    tokens: tuple[tuple[GroupName, Token], ...] = ()
     switch_began_at: float = 0.0
-    #: Something had to be moved before it could be granted.
+    #: Somebody had to be moved, off or on, before it could be granted.
     moved: bool = False
     #: State was brought back from host memory for it.
     restored: bool = False
@@ -85,6 +88,13 @@ class Gang:
     """The sessions of one job that ask together for the same groups, over its rounds."""
 
     sessions: set[SessionId] = field(default_factory=set)
-    #: Of `ranks`, how many are gone for good.
+    #: Of those that a round counts on, how many are gone for good.
     lost: int = 0
-    latest: Round | None = None
+    #: Those that are not over, the oldest first.
+    rounds: list[RoundId] = field(default_factory=list)
+
+    def join(self, session: SessionId, ranks: int) -> None:
+        """Count a session in; a new one may stand in for one that is gone."""
+        if session not in self.sessions:
+            self.sessions.add(session)
+            self.lost = min(self.lost, max(0, ranks - len(self.sessions)))

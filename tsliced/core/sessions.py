@@ -58,8 +58,8 @@ class Lease:
     #: The client has to confirm the grant: it had to wait for it and may be gone.
     unconfirmed: bool = False
 
-    def record(self, place: int) -> LeaseRecord:
-        """Return what must be kept of this lease; `place` is its round's in the queue."""
+    def record(self, *, place: int, lost: int) -> LeaseRecord:
+        """Return what must be kept of this lease and, in it, of its round."""
         return LeaseRecord(
             lease=self.id,
             session=self.session,
@@ -71,6 +71,7 @@ class Lease:
             ranks=self.ranks,
             arrival=self.arrival,
             tokens=self.tokens,
+            lost=lost,
         )
 
 
@@ -90,7 +91,6 @@ class Session:
     leases: dict[RequestId, Lease] = field(default_factory=dict)
     #: Answers to requests that are over, the latest `max_answers` of them.
     ended: dict[LeaseId, LeaseEndedRecord] = field(default_factory=dict)
-    _slot: int = 0
 
     def record(self) -> SessionRecord:
         """Return what must be kept of this session."""
@@ -109,23 +109,22 @@ class Session:
         waiters: int = 0, deferred: bool = False,
     ) -> LeaseEndedRecord:  # fmt: skip
         """Note how a request ended, in place of the oldest answer if there are `limit`."""
+        slot = len(self.ended)
+        while len(self.ended) >= limit:
+            slot = self.ended.pop(next(iter(self.ended))).slot
         record = LeaseEndedRecord(
             lease=lease,
             session=self.id,
             request=request,
-            slot=self._slot,
+            slot=slot,
             code=code,
             text=text,
             waiters=waiters,
             deferred=deferred,
         )
-        self._slot = (self._slot + 1) % limit
-        if len(self.ended) >= limit:
-            del self.ended[next(iter(self.ended))]
         self.ended[lease] = record
         return record
 
-    def recall(self, record: LeaseEndedRecord, *, limit: int) -> None:
-        """Take an answer back from the journal."""
+    def recall(self, record: LeaseEndedRecord) -> None:
+        """Take an answer back from the journal; the oldest comes first."""
         self.ended[record.lease] = record
-        self._slot = (record.slot + 1) % limit

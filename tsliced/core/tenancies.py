@@ -1,15 +1,18 @@
 """All tenancies of this host: who they are, where their ranks are, and their moves.
 
 A job's groups are divided into the finest sets that it ever leased apart, and never finer than its
-processes: a rank with contexts in two groups binds them. Orders and reports travel between
-coordinators and participants here; what a coordinator has to say beyond that is left in `signals`.
+processes: a rank with contexts in two groups binds them. One that reaches beyond its tenancy's
+groups makes the tenancy resident there too, until the job leases them together and they become one.
+
+Orders and reports travel between coordinators and participants here; what a coordinator has to say
+beyond that is left in `signals`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tsliced.core.actions import (
     FreeMemory,
@@ -34,6 +37,7 @@ from tsliced.core.model import (
     JobKey,
     OpId,
     ProcessId,
+    RankId,
     RankState,
     Reason,
     SessionId,
@@ -64,6 +68,11 @@ class Bound(Exception):  # noqa: N818 - a finding, not an error of the program
         self.reason = reason
 
 
+def _bound(groups: Iterable[GroupName], rank: RankId) -> Reason:
+    text = f"one process has contexts in {' and '.join(groups)}: lease them together"
+    return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tenancy:
     """A coordinator and, while all hosts are this one, its only participant."""
@@ -71,6 +80,16 @@ class Tenancy:
     key: TenancyKey
     coordinator: Coordinator
     participant: Participant
+
+    @property
+    def beyond(self) -> dict[GroupName, RankId]:
+        """Groups that are not its own and that a rank of it has a context in nevertheless."""
+        return self.participant.beyond
+
+    @property
+    def reach(self) -> tuple[GroupName, ...]:
+        """All groups on whose devices it may be."""
+        return (*self.key.groups, *self.beyond)
 
     @property
     def resident(self) -> bool:
@@ -104,7 +123,7 @@ class Tenancies:
     strangers: dict[ProcessId, FoundRank] = field(default_factory=dict)
     signals: deque[Outcome] = field(default_factory=deque)
     #: Whose coordinator's deadline may have changed.
-    touched: set[TenancyKey] = field(default_factory=set)
+    touched: dict[TenancyKey, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.by_group = {group: {} for group in self.order_of}
@@ -120,24 +139,44 @@ class Tenancies:
         one of what has none yet; what follows from that is added to `out`. Raises `Bound` if a
         process stands in the way.
         """
-        if whole := self.all.get(TenancyKey(job, groups)):
-            return [whole]
         wanted = set(groups)
-        touched = [key for key in self.by_job.get(job, ()) if not wanted.isdisjoint(key.groups)]
-        larger = [key for key in touched if not wanted.issuperset(key.groups)]
-        for key in larger:
-            tenancy = self.all[key]
-            if not tenancy.coordinator.stable or tenancy.participant.busy:
+        own = [self.all[key] for key in self.by_job.get(job, ())]
+        concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
+        for tenancy in concerned:
+            if tenancy.beyond and not wanted.issuperset(tenancy.reach):
+                raise Bound(_bound(tenancy.reach, next(iter(tenancy.beyond.values()))))
+            if wanted.issuperset(tenancy.key.groups):
+                continue
+            if not tenancy.coordinator.stable:
                 return None
+            if tenancy.coordinator.place is Place.BLOCKED:
+                return [tenancy]
             out += self._divide(tenancy, wanted)
-        covered = [key for key in self.by_job.get(job, ()) if wanted.issuperset(key.groups)]
-        rest = wanted.difference(*(key.groups for key in covered))
+        covering = self._within(job, wanted)
+        if rest := wanted.difference(*(tenancy.key.groups for tenancy in covering)):
+            covering.append(self.make(self._key(job, rest)))
+        if any(tenancy.beyond for tenancy in covering):
+            return self._unite(covering, out)
+        return covering
+
+    def regain_held(self, job: JobKey, groups: tuple[GroupName, ...]) -> None:
+        """After a restart: know that a holder may be on its groups, with ranks or without."""
+        within = self._within(job, set(groups))
+        for tenancy in within:
+            if not tenancy.participant.ranks:
+                tenancy.coordinator.place = Place.ON
+        rest = set(groups).difference(*(tenancy.key.groups for tenancy in within))
         if rest:
-            covered.append(self.make(self._key(job, rest)).key)
-        return [self.all[key] for key in covered]
+            self.make(self._key(job, rest), Place.ON)
+
+    def _within(self, job: JobKey, groups: set[GroupName]) -> list[Tenancy]:
+        return [self.all[k] for k in self.by_job.get(job, ()) if groups.issuperset(k.groups)]
 
     def _key(self, job: JobKey, groups: Iterable[GroupName]) -> TenancyKey:
-        return TenancyKey(job, tuple(sorted(groups, key=self.order_of.__getitem__)))
+        return TenancyKey(job, self._in_order(groups))
+
+    def _in_order(self, groups: Iterable[GroupName]) -> tuple[GroupName, ...]:
+        return tuple(sorted(groups, key=self.order_of.__getitem__))
 
     def make(self, key: TenancyKey, place: Place = Place.OFF) -> Tenancy:
         """Enter a new tenancy into the books."""
@@ -156,6 +195,7 @@ class Tenancies:
                 numbers=self.numbers,
                 limits=self.limits,
                 hook_sessions=dict(self.hooks.get(key.job, {})),
+                away=place is Place.OFF,
             ),
         )
         self.all[key] = tenancy
@@ -169,50 +209,74 @@ class Tenancies:
         return [t for key in self.by_group[group] if (t := self.all[key]).resident]
 
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
-        key, ranks = tenancy.key, tenancy.participant.ranks
-        parts = [wanted.intersection(key.groups), set(key.groups) - wanted]
-        for rank in ranks.values():
+        parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]
+        for rank in tenancy.participant.ranks.values():
             groups = self._groups_of(rank.devices)
-            if groups and not any(groups <= part for part in parts):
-                names = " and ".join(sorted(groups))
-                text = f"one process has contexts in {names}: lease them together"
-                raise Bound(Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank.id))
-        self._forget(key)
-        out: list[Effect] = [
-            TenancyEndedRecord(tenancy=key),
-            # Each part reserves anew before its next move.
-            FreeMemory(tenancy=key, host=True, device=True),
-        ]
-        for part in parts:
-            made = self.make(self._key(key.job, part), tenancy.coordinator.place)
-            made.coordinator.reason = tenancy.coordinator.reason
-            made.coordinator.pinned = tenancy.coordinator.pinned
-            made.participant.quiesced = tenancy.participant.quiesced
-            for process, rank in list(ranks.items()):
-                if self._groups_of(rank.devices) <= part:
-                    made.participant.ranks[process] = ranks.pop(process)
-                    self.home[process] = made.key
-                    out.append(rank.record(made.key))
+            if not any(groups <= part for part in parts):
+                raise Bound(_bound(self._in_order(groups), rank.id))
+        return self._rebuild([tenancy], [self._key(tenancy.key.job, part) for part in parts])
+
+    def _unite(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
+        """Make one of tenancies that a rank binds; None while one of them is moving."""
+        if not all(part.coordinator.stable for part in parts):
+            return None
+        if any(part.coordinator.place is Place.BLOCKED for part in parts):
+            return parts
+        key = self._key(parts[0].key.job, {group for part in parts for group in part.key.groups})
+        out += self._rebuild(parts, [key])
+        return [self.all[key]]
+
+    def _rebuild(self, old: list[Tenancy], keys: list[TenancyKey]) -> list[Effect]:
+        """Put new tenancies in place of stable ones, and each rank where its devices are."""
+        all_on = all(tenancy.coordinator.place is Place.ON for tenancy in old)
+        pinned = next((p for t in old if (p := t.coordinator.pinned) is not None), None)
+        out: list[Effect] = []
+        for tenancy in old:
+            self._forget(tenancy)
+            out.append(TenancyEndedRecord(tenancy=tenancy.key))
+            # What comes instead reserves anew before its next move.
+            out.append(FreeMemory(tenancy=tenancy.key, host=True, device=True))
+        for key in keys:
+            made = self.make(key, Place.ON if all_on else Place.OFF)
+            made.coordinator.pinned = pinned
+            made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
+            made.participant.quiesced = any(tenancy.participant.quiesced for tenancy in old)
+            out.append(made.coordinator.record())
+        for tenancy in old:
+            for process, rank in tenancy.participant.ranks.items():
+                on = self._groups_of(rank.devices)
+                key = next(key for key in keys if on.issubset(key.groups))
+                self.all[key].participant.ranks[process] = rank
+                self.home[process] = key
+                out.append(rank.record(key))
         return out
 
-    def _forget(self, key: TenancyKey) -> None:
+    def _forget(self, tenancy: Tenancy) -> None:
+        key = tenancy.key
         del self.all[key]
         of_job = self.by_job[key.job]
         del of_job[key]
         if not of_job:
             del self.by_job[key.job]
-        for group in key.groups:
+        for group in tenancy.reach:
             del self.by_group[group][key]
 
-    def drop(self, key: TenancyKey) -> list[Effect]:
-        """Forget a tenancy that is off and has no ranks."""
-        tenancy = self.all.get(key)
-        if tenancy is None or tenancy.coordinator.place is not Place.OFF:
-            return []
-        if tenancy.participant.ranks or tenancy.participant.busy:
-            return []
-        self._forget(key)
-        return [TenancyEndedRecord(tenancy=key)]
+    def drop_unused(self, job: JobKey, *, abandoned: bool) -> list[Effect]:
+        """Forget a job's tenancies that have no ranks and are off. `abandoned`: no session left.
+
+        One that is on without a known rank is kept for a job that may have made one unseen.
+        """
+        out: list[Effect] = []
+        for key in list(self.by_job.get(job, ())):
+            tenancy = self.all[key]
+            gone = (Place.OFF, Place.ON) if abandoned else (Place.OFF,)
+            if tenancy.participant.ranks or tenancy.coordinator.place not in gone:
+                continue
+            if tenancy.participant.owes_resume:
+                continue
+            self._forget(tenancy)
+            out.append(TenancyEndedRecord(tenancy=key))
+        return out
 
     def _groups_of(self, devices: Iterable[DeviceId]) -> set[GroupName]:
         return {self.group_of[device] for device in devices if device in self.group_of}
@@ -221,28 +285,45 @@ class Tenancies:
 
     def put(self, found: FoundRank, groups: tuple[GroupName, ...] = ()) -> list[Effect]:
         """Take in a process that was seen on devices, or registered for `groups`."""
-        if found.job is None:
+        key = self.home.get(found.process)
+        job = key.job if key is not None else found.job
+        if job is None:
             return self._put_stranger(found)
         on = self._groups_of(found.devices) or set(groups)
         if not on:
             return []
-        new = found.process not in self.home
-        key = self.home.get(found.process) or self._home_for(found.job, on)
-        self.home[found.process] = key
-        out = self.all[key].participant.put(found)
-        return [WatchProcess(process=found.process), *out] if new else out
+        self.strangers.pop(found.process, None)
+        if key is not None:
+            out = self.all[key].participant.put(found)
+        else:
+            key = self._home_for(job, on)
+            watch = WatchProcess(process=found.process)
+            out = [watch, *self.all[key].participant.put(found)]
+        self._settle_in(found.process, key)
+        return out
+
+    def regain(self, rank: Rank, key: TenancyKey) -> None:
+        """Take a rank back from the journal, into a tenancy that is known."""
+        self.all[key].participant.ranks[rank.id.process] = rank
+        self._settle_in(rank.id.process, key)
+
+    def _settle_in(self, process: ProcessId, key: TenancyKey) -> None:
+        self.home[process] = key
+        tenancy = self.all[key]
+        rank = tenancy.participant.ranks[process]
+        for group in self._in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
+            tenancy.beyond[group] = rank.id
+            self.by_group[group][key] = None
 
     def _home_for(self, job: JobKey, on: set[GroupName]) -> TenancyKey:
         keys = self.by_job.get(job, {})
-        for key in keys:
-            if on.issubset(key.groups):
-                return key
-        free = on.difference(*(key.groups for key in keys))
-        if free == on:
-            return self.make(self._key(job, on), Place.ON).key
-        # It binds groups that were leased apart; it belongs to the first of them, and a scan of
-        # the others sees it there as company that must leave first.
-        return next(key for key in keys if not on.isdisjoint(key.groups))
+        if inside := next((key for key in keys if on.issubset(key.groups)), None):
+            return inside
+        # One that it reaches beyond, unless all that it is on is new.
+        if touched := next((key for key in keys if not on.isdisjoint(key.groups)), None):
+            return touched
+        # It runs there, but who else does is looked at before its job is let on.
+        return self.make(self._key(job, on)).key
 
     def _put_stranger(self, found: FoundRank) -> list[Effect]:
         if found.process in self.strangers:
@@ -262,44 +343,50 @@ class Tenancies:
         """Return a tenancy's ranks."""
         return self.all[key].participant.ranks.values()
 
+    def holds_still(self, process: ProcessId) -> bool:
+        """Whether a process is a rank that we keep from running."""
+        key = self.home.get(process)
+        if key is None:
+            return False
+        rank = self.all[key].participant.ranks[process]
+        return rank.operation is not None or rank.state in (RankState.FROZEN, RankState.PARKED)
+
     # --- their moves --------------------------------------------------------------------------
 
     def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Take a stable tenancy off."""
-        self.touched.add(key)
+        self.touched[key] = None
         tenancy = self.all[key]
         ranks = len(tenancy.participant.ranks)
         return self.run(tenancy.coordinator.evict(now=now, ranks=ranks), now)
 
     def admit(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Bring a stable tenancy on."""
-        self.touched.add(key)
+        self.touched[key] = None
         tenancy = self.all[key]
         parked = any(r.state is RankState.PARKED for r in tenancy.participant.ranks.values())
         return self.run(tenancy.coordinator.admit(now=now, parked=parked), now)
 
     def take_back(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Turn back an eviction that nobody needs any more."""
-        self.touched.add(key)
-        return self.run(self.all[key].coordinator.take_back(), now)
+        self.touched[key] = None
+        return self.run(self.all[key].coordinator.take_back(now=now), now)
 
     def ask_all(self, *, now: float) -> list[Effect]:
         """After a restart: find out where all ranks are."""
         out: list[Effect] = []
-        for key, tenancy in list(self.all.items()):
+        for key, tenancy in self.all.items():
             if tenancy.participant.ranks:
-                self.touched.add(key)
+                self.touched[key] = None
                 out += self.run(tenancy.coordinator.ask(now=now), now)
-            else:
-                out += self.drop(key)
         return out
 
     def clear(self, job: JobKey, *, now: float) -> list[Effect]:
         """Try again what a job's tenancies were given up on."""
         out: list[Effect] = []
         for key in self.by_job.get(job, ()):
-            self.touched.add(key)
-            out += self.run(self.all[key].coordinator.clear(), now)
+            self.touched[key] = None
+            out += self.run(self.all[key].coordinator.clear(now=now), now)
         return out
 
     def on_barrier(self, key: TenancyKey, *, now: float) -> list[Effect]:
@@ -307,22 +394,34 @@ class Tenancies:
         tenancy = self.all.get(key)
         if tenancy is None:
             return []
-        self.touched.add(key)
+        self.touched[key] = None
         return self.run(tenancy.coordinator.on_deadline(now=now), now)
 
     def on_numbers(self, *, now: float) -> list[Effect]:
         """Epochs can be had again."""
         out: list[Effect] = []
-        for key, tenancy in list(self.all.items()):
-            self.touched.add(key)
-            out += self.run(tenancy.coordinator.on_numbers(), now)
+        for key, tenancy in self.all.items():
+            self.touched[key] = None
+            out += self.run(tenancy.coordinator.on_numbers(now=now), now)
         return out
 
     def on_scanned(self, event: GroupsScanned, *, now: float) -> list[Effect]:
         """Take in who is on the devices, then let the one who asked go on."""
         out = self.observe(event.found)
         tenancy = self.all[self.steps.pop(event.op)]
+        event = replace(event, found=tuple(self._identified(event.found)))
         return out + self.run(tenancy.participant.on_scanned(event, now=now), now)
+
+    def _identified(self, found: Iterable[FoundRank]) -> Iterable[FoundRank]:
+        """Add what is known here and a scan cannot tell: whose a process is, and who is parked."""
+        for process in found:
+            key = self.home.get(process.process)
+            if key is None:
+                yield process
+                continue
+            rank = self.all[key].participant.ranks[process.process]
+            if rank.state is not RankState.PARKED or process.device_bytes:
+                yield replace(process, job=key.job)
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Hand a step's result to its tenancy."""
@@ -340,7 +439,9 @@ class Tenancies:
 
     def on_exit(self, process: ProcessId, *, now: float) -> list[Effect]:
         """A process is gone: as a stranger, or as a rank."""
-        self.strangers.pop(process, None)
+        stranger = self.strangers.pop(process, None)
+        if stranger is not None:
+            return self._on_stranger_gone(stranger, now)
         key = self.home.get(process)
         if key is None:
             return []
@@ -350,12 +451,30 @@ class Tenancies:
             out += self._on_rank_gone(tenancy, process, now)
         return out
 
+    def _on_stranger_gone(self, stranger: FoundRank, now: float) -> list[Effect]:
+        """Try again what a stranger on the devices had stopped."""
+        groups = self._in_order(self._groups_of(stranger.devices))
+        keys = [key for group in groups for key in self.by_group[group]]
+        out: list[Effect] = []
+        for key in keys:
+            reason = self.all[key].coordinator.reason
+            if reason is not None and reason.cause is Cause.STRANGER:
+                self.touched[key] = None
+                out += self.run(self.all[key].coordinator.clear(now=now), now)
+        return out
+
     def _on_rank_gone(self, tenancy: Tenancy, process: ProcessId, now: float) -> list[Effect]:
         del self.home[process]
         ranks = tenancy.participant.ranks.values()
+        for group, rank in list(tenancy.beyond.items()):
+            if rank.process == process:
+                del tenancy.beyond[group]
+                del self.by_group[group][tenancy.key]
+        for rank_left in ranks:
+            self._settle_in(rank_left.id.process, tenancy.key)
         failed = sum(rank.state is RankState.FAILED for rank in ranks)
-        self.touched.add(tenancy.key)
-        effects = tenancy.coordinator.on_ranks_lost(left=len(ranks), failed=failed)
+        self.touched[tenancy.key] = None
+        effects = tenancy.coordinator.on_ranks_lost(left=len(ranks), failed=failed, now=now)
         return self.run(effects, now)
 
     def observe(self, found: Iterable[FoundRank]) -> list[Effect]:
@@ -391,7 +510,7 @@ class Tenancies:
                     todo.extend(participant.on_order(effect, now=now))
                 case Report():
                     coordinator = self.all[effect.tenancy].coordinator
-                    self.touched.add(effect.tenancy)
+                    self.touched[effect.tenancy] = None
                     todo.extend(coordinator.on_report(effect, now=now))
                 case Evicted() | EvictionFailed() | Admitted() | AdmissionFailed() | Blocked():
                     self.signals.append(effect)
@@ -410,8 +529,12 @@ class Tenancies:
         for key, tenancy in self.all.items():
             tenancy.coordinator.check_invariants()
             tenancy.participant.check_invariants()
+            busy = tenancy.participant.busy
+            assert not (busy and tenancy.coordinator.stable), "a move ends after its operations"
             for process in tenancy.participant.ranks:
                 assert self.home[process] == key, "a rank is at home in one tenancy"
+            for group in tenancy.reach:
+                assert key in self.by_group[group], "it is found by each group that it may be on"
         for job, keys in self.by_job.items():
             groups = [group for key in keys for group in key.groups]
             assert len(groups) == len(set(groups)), f"tenancies of {job} share a group"

@@ -25,6 +25,7 @@ class TimerKind(Enum):
     RETRY = "retry"
     STUCK = "stuck"
     NUMBERS = "numbers"
+    JOURNAL = "journal"
 
 
 class TimerKey(NamedTuple):

@@ -8,9 +8,13 @@ the core believes, and fails the test when two jobs are on one device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeVar
+
+from clients import Client, Request
 
 from tsliced.core.actions import (
     Action,
@@ -21,6 +25,7 @@ from tsliced.core.actions import (
     Grant,
     LeaseEndedRecord,
     LeaseRecord,
+    Note,
     RankEndedRecord,
     RankRecord,
     Record,
@@ -38,14 +43,20 @@ from tsliced.core.actions import (
 )
 from tsliced.core.events import (
     AcquireRequested,
+    CancelRequested,
     Event,
+    FaultCleared,
+    GroupsObserved,
     GroupsScanned,
     HooksRun,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
     ProcessExited,
+    RecordsFailed,
     ReleaseRequested,
+    SessionClosed,
+    SessionDisconnected,
     SessionOpened,
     Started,
     TimePassed,
@@ -70,12 +81,36 @@ from tsliced.core.model import (
     SessionId,
     Verb,
 )
+from tsliced.core.policy import Policy
 from tsliced.core.recovery import recover
 
 HOST = HostName("n1")
 G1, G2, G3 = GroupName("g1"), GroupName("g2"), GroupName("g3")
 D1, D2, D3 = DeviceId("GPU-1"), DeviceId("GPU-2"), DeviceId("GPU-3")
+GROUPS = (
+    GroupConfig(name=G1, devices=(D1,), order=0),
+    GroupConfig(name=G2, devices=(D2,), order=1),
+    GroupConfig(name=G3, devices=(D3,), order=2),
+)
 LIMITS = CoreLimits(block=8, max_answers=4, max_evict_tries=3)
+
+A = TypeVar("A", bound=Action)
+
+#: What the simulated driver allows, and where it leads.
+MOVES = {
+    Verb.FREEZE: (RankState.RUNNING, RankState.FROZEN),
+    Verb.SNAPSHOT: (RankState.FROZEN, RankState.PARKED),
+    Verb.RESTORE: (RankState.PARKED, RankState.FROZEN),
+    Verb.THAW: (RankState.FROZEN, RankState.RUNNING),
+}
+
+
+#: The cause of a failure after which nobody knows the state.
+CUT_OFF, UNKNOWN = Cause.STOPPED, RankState.UNKNOWN
+
+
+class Crash(Exception):  # noqa: N818 - what happens, not what is wrong
+    """The daemon was killed."""
 
 
 def job(name: str, uid: int = 1000) -> JobKey:
@@ -83,32 +118,42 @@ def job(name: str, uid: int = 1000) -> JobKey:
     return JobKey("", uid, name)
 
 
+def failure(cause: Cause, process: ProcessId | None = None) -> Reason:
+    """Return a reason with a recognizable text."""
+    rank = RankId(HOST, process) if process is not None else None
+    return Reason(cause=cause, text=f"simulated {cause.value}", rank=rank)
+
+
 @dataclass(slots=True, kw_only=True)
 class Process:
     """A simulated process with device state."""
 
     id: ProcessId
+    #: None: nobody can tell whose it is.
     job: JobKey | None
     devices: frozenset[DeviceId]
     state: RankState = RankState.RUNNING
     device_bytes: int = 100
+    #: Its job held the groups when it came onto the devices.
+    lawful: bool = True
+    #: It has been seen on the devices, so that the core can know it.
+    seen: bool = False
+    #: A snapshot was claimed, but the memory is still there.
+    leftover: bool = False
 
     @property
     def on(self) -> frozenset[DeviceId]:
         """Devices that hold its memory."""
-        return self.devices if self.state.holds_device else frozenset()
+        return self.devices if self.state.holds_device or self.leftover else frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
 class World:
     """One daemon's surroundings."""
 
-    groups: tuple[GroupConfig, ...] = (
-        GroupConfig(name=G1, devices=(D1,), order=0),
-        GroupConfig(name=G2, devices=(D2,), order=1),
-        GroupConfig(name=G3, devices=(D3,), order=2),
-    )
+    groups: tuple[GroupConfig, ...] = GROUPS
     limits: CoreLimits = LIMITS
+    policies: dict[GroupName, Policy] = field(default_factory=dict)
     generation: int = 1
     now: float = 0.0
     seed: int = 0
@@ -117,20 +162,31 @@ class World:
     host_memory: Callable[[ReserveHostMemory], Reason | None] = lambda _action: None
     device_memory: Callable[[ReserveDeviceMemory], Reason | None] = lambda _action: None
     hooks: Callable[[RunHooks], Reason | None] = lambda _action: None
-    #: The result of a snapshot that the driver claims and does not make.
+    scans: Callable[[ScanGroups], Reason | None] = lambda _action: None
+    numbers: Callable[[ReserveNumbers], Reason | None] = lambda _action: None
+    #: Why the journal takes nothing at present.
+    journal_broken: Reason | None = None
+    #: The driver claims snapshots and does not make them.
     noop_snapshots: bool = False
     #: Whether several jobs may have memory on a device (they did before we were asked).
     crowded: bool = False
     auto: bool = True
+    #: The daemon is killed after so many more records and actions.
+    fuse: int | None = None
+    #: Looks at everything that is handed over and everything that comes back.
+    watch: Callable[[Event | Action], None] = lambda _what: None
     machine: Machine = field(init=False)
+    clients: dict[SessionId, Client] = field(default_factory=dict)
     processes: dict[ProcessId, Process] = field(default_factory=dict)
     journal: dict[tuple[object, ...], Record] = field(default_factory=dict)
     durable_ceiling: int = 0
     pending: list[Action] = field(default_factory=list)
+    #: What clients and watchers have sent and the daemon has not read.
+    inbox: deque[Event] = field(default_factory=deque)
     #: Everything that was done, but for pending ones, which come when they end.
     done: list[Action] = field(default_factory=list)
-    requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    pids: itertools.count[int] = field(default_factory=lambda: itertools.count(100))
+    requests: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    pids: Iterator[int] = field(default_factory=lambda: itertools.count(100))
 
     def __post_init__(self) -> None:
         self.machine = self._machine()
@@ -143,6 +199,7 @@ class World:
             limits=self.limits,
             generation=self.generation,
             ceiling=self.durable_ceiling,
+            policies=self.policies,
         )
         return Machine(config, random=Random(self.seed), full_checks=True)
 
@@ -150,21 +207,41 @@ class World:
 
     def feed(self, event: Event) -> Effects:
         """Hand an event over and do what comes back."""
+        self.watch(event)
         effects = self.machine.handle(event, now=self.now)
-        for record in effects.records:
-            self.keep(record)
-        for action in effects.actions:
-            self.do(action)
+        if effects.records and self.journal_broken is not None:
+            failed = RecordsFailed(
+                records=effects.records, actions=effects.actions, failure=self.journal_broken
+            )
+            self.feed(failed)
+        else:
+            for record in effects.records:
+                self.keep(record)
+                self._burn()
+            for action in effects.actions:
+                self.do(action)
+                self._burn()
         if self.auto:
             self.run()
         return effects
 
+    def _burn(self) -> None:
+        if self.fuse is None:
+            return
+        self.fuse -= 1
+        if self.fuse <= 0:
+            self.fuse = None
+            raise Crash
+
     def do(self, action: Action) -> None:
         """Do one action, or let it be pending."""
+        self.watch(action)
         match action:
+            case StartOperation():
+                self._check_start(action)
+                self.pending.append(action)
             case (
-                StartOperation()
-                | ScanGroups()
+                ScanGroups()
                 | ReserveHostMemory()
                 | ReserveDeviceMemory()
                 | RunHooks()
@@ -173,23 +250,57 @@ class World:
                 self.pending.append(action)
             case _:
                 self.done.append(action)
+                client = self.clients.get(getattr(action, "session", SessionId("")))
+                if client is not None:
+                    client.take(action, self.inbox.append)
 
     def run(self, limit: int = 10_000) -> None:
         """Let everything pending end, the oldest first."""
         for _ in range(limit):
-            if not self.pending:
+            if self.inbox:
+                self.read()
+            elif self.pending:
+                self.finish(0)
+            else:
                 return
-            self.finish(0)
         raise AssertionError("it never comes to rest")
+
+    def read(self) -> None:
+        """Let the daemon read one event from its inbox."""
+        self._by_hand(lambda: self.inbox.popleft())
 
     def finish(self, index: int = 0) -> None:
         """Let one pending action end."""
-        action = self.pending.pop(index)
+        self._by_hand(lambda: self.result(self.pending.pop(index)))
+
+    def _by_hand(self, make: Callable[[], Event]) -> None:
         auto, self.auto = self.auto, False
         try:
-            self.feed(self.result(action))
+            self.feed(make())
         finally:
             self.auto = auto
+
+    def finish_next(self, kind: type[Action], verb: Verb | None = None) -> None:
+        """Let the oldest pending action of a kind end."""
+        self.finish(self.index_of(kind, verb))
+
+    def index_of(self, kind: type[Action], verb: Verb | None = None) -> int:
+        """Return where the oldest pending action of a kind is."""
+        for index, action in enumerate(self.pending):
+            if isinstance(action, kind) and verb in (None, getattr(action, "verb", None)):
+                return index
+        raise AssertionError(f"no {kind.__name__} is pending: {self.pending}")
+
+    def run_until(self, kind: type[Action], verb: Verb | None = None) -> None:
+        """Let pending actions end until one of a kind is pending."""
+        for _ in range(1000):
+            for action in self.pending:
+                if isinstance(action, kind) and verb in (None, getattr(action, "verb", None)):
+                    return
+            if self.inbox:
+                self.read()
+            else:
+                self.finish(0)
 
     def result(self, action: Action) -> Event:
         """Carry a long action out in the simulated world, and return how it ended."""
@@ -197,7 +308,9 @@ class World:
             case StartOperation():
                 return self._operate(action)
             case ScanGroups(op=op, tenancy=tenancy):
-                devices = {d for g in self.groups if g.name in tenancy.groups for d in g.devices}
+                if (failed := self.scans(action)) is not None:
+                    return GroupsScanned(op=op, failure=failed)
+                devices = self.devices_of((*tenancy.groups, *action.beyond))
                 return GroupsScanned(op=op, found=self.found(devices))
             case ReserveHostMemory(op=op):
                 return MemoryReserved(op=op, failure=self.host_memory(action))
@@ -206,13 +319,24 @@ class World:
             case RunHooks(op=op):
                 return HooksRun(op=op, failure=self.hooks(action))
             case ReserveNumbers(ceiling=ceiling):
+                if (failed := self.numbers(action)) is not None:
+                    return NumbersReserved(ceiling=ceiling, failure=failed)
                 self.durable_ceiling = max(self.durable_ceiling, ceiling)
                 return NumbersReserved(ceiling=ceiling)
             case _:
                 raise AssertionError(action)
 
-    def found(self, devices: set[DeviceId]) -> tuple[FoundRank, ...]:
+    # --- devices ------------------------------------------------------------------------------
+
+    def devices_of(self, groups: Collection[GroupName]) -> frozenset[DeviceId]:
+        """Return the devices of groups."""
+        return frozenset(d for g in self.groups if g.name in groups for d in g.devices)
+
+    def found(self, devices: frozenset[DeviceId]) -> tuple[FoundRank, ...]:
         """Return what a scan of the devices sees."""
+        seen = [process for process in self.processes.values() if process.on & devices]
+        for process in seen:
+            process.seen = True
         return tuple(
             FoundRank(
                 process=process.id,
@@ -222,9 +346,22 @@ class World:
                 uid=process.job.uid if process.job else 0,
                 name="python",
             )
-            for process in self.processes.values()
-            if process.on & devices
+            for process in seen
         )
+
+    def look(self) -> None:
+        """Let the daemon have its regular look at all devices."""
+        devices = frozenset(device for group in self.groups for device in group.devices)
+        self.feed(GroupsObserved(found=self.found(devices)))
+
+    def _check_start(self, start: StartOperation) -> None:
+        """Assert that a restore is started only onto devices that are free of others."""
+        process = self.processes.get(start.rank.process)
+        if start.verb is not Verb.RESTORE or process is None or self.crowded:
+            return
+        for other in self.processes.values():
+            alien = other.lawful and other.job != process.job and other.on & process.devices
+            assert not alien, f"{process} is restored where {other} is"
 
     def _operate(self, start: StartOperation) -> OperationFinished:
         process = self.processes.get(start.rank.process)
@@ -233,45 +370,30 @@ class World:
             return OperationFinished(
                 op=start.op, rank=start.rank, observed=RankState.UNKNOWN, failure=gone
             )
-        failure = self.verdict(start.verb, process)
-        if failure is None:
+        failed = self.verdict(start.verb, process)
+        if failed is None:
             self._move(start.verb, process)
-        elif failure.cause is Cause.FAILED:
+        elif failed.cause is Cause.FAILED:
             process.state = RankState.FAILED
-        observed = process.state
-        if self.noop_snapshots and start.verb is Verb.SNAPSHOT:
-            process.state = RankState.RUNNING
         return OperationFinished(
             op=start.op,
             rank=start.rank,
-            observed=observed,
-            failure=failure,
+            observed=process.state if failed is None or failed.cause is not CUT_OFF else UNKNOWN,
+            failure=failed,
             moved_bytes=process.device_bytes,
             seconds=0.1,
         )
 
     def _move(self, verb: Verb, process: Process) -> None:
-        legal = {
-            Verb.FREEZE: (RankState.RUNNING, RankState.FROZEN),
-            Verb.SNAPSHOT: (RankState.FROZEN, RankState.PARKED),
-            Verb.RESTORE: (RankState.PARKED, RankState.FROZEN),
-            Verb.THAW: (RankState.FROZEN, RankState.RUNNING),
-        }
         if verb is Verb.QUERY:
             return
-        before, after = legal[verb]
+        before, after = MOVES[verb]
         assert process.state is before, f"{verb} of a process that is {process.state}"
         process.state = after
-        if verb is Verb.RESTORE:
-            self.check_exclusion()
-
-    def check_exclusion(self) -> None:
-        """Assert that no device holds the state of two jobs."""
-        if self.crowded:
-            return
-        for device in (D1, D2, D3):
-            jobs = {p.job for p in self.processes.values() if device in p.on}
-            assert len(jobs) <= 1, f"{jobs} are on {device}"
+        if verb is Verb.SNAPSHOT:
+            process.leftover = self.noop_snapshots
+        elif verb is Verb.RESTORE:
+            process.leftover = False
 
     # --- the journal --------------------------------------------------------------------------
 
@@ -281,14 +403,14 @@ class World:
             case SessionRecord():
                 self.journal["session", record.session] = record
             case SessionEndedRecord(session=session):
-                for key in [k for k in self.journal if session in k[1:2]]:
+                self.journal.pop(("session", session), None)
+                for key in [k for k in self.journal if k[:2] == ("ended", session)]:
                     del self.journal[key]
             case LeaseRecord():
                 self.journal["lease", record.lease] = record
             case LeaseEndedRecord():
                 self.journal.pop(("lease", record.lease), None)
-                if ("session", record.session) in self.journal:
-                    self.journal["ended", record.session, record.slot] = record
+                self.journal["ended", record.session, record.slot] = record
             case TenancyRecord():
                 self.journal["tenancy", record.tenancy] = record
             case TenancyEndedRecord(tenancy=tenancy):
@@ -302,31 +424,44 @@ class World:
                 if reason is None:
                     del self.journal["fault", key]
 
-    def restart(self) -> None:
-        """Kill the daemon and start it again: what was pending still ends in the world."""
+    def restart(self, *, finish: bool | Callable[[Action], bool] = True) -> None:
+        """Kill the daemon and start it again.
+
+        `finish`: whether an operation that was pending still ends in the world (its worker lives
+        on), or was never begun.
+        """
         for action in self.pending:
-            if isinstance(action, StartOperation):
+            ends = finish if isinstance(finish, bool) else finish(action)
+            if isinstance(action, StartOperation) and ends:
                 self._operate(action)
         self.pending.clear()
+        self.inbox.clear()
+        for client in self.clients.values():
+            client.connected = False
+        for process in self.processes.values():
+            process.seen = ("rank", self.rank(process.id)) in self.journal
         self.machine = self._machine()
         recover(self.machine, list(self.journal.values()), now=self.now)
+        watched = {*self.machine.tenancies.home, *self.machine.leasing.by_process}
+        alive = {*self.processes, *(client.process for client in self.clients.values())}
+        self.inbox.extend(ProcessExited(process=gone) for gone in sorted(watched - alive))
+        for client in self.clients.values():
+            if not client.ended:
+                self.inbox.extend(self._come_back(client))
         self.feed(Started())
-        alive = set(self.processes) | set(self.machine.leasing.by_process)
-        for process in list(self.machine.tenancies.home):
-            if process not in alive:
-                self.feed(ProcessExited(process=process))
 
     # --- clients ------------------------------------------------------------------------------
 
     def session(self, owner: JobKey, *, hooks: bool = False, pid: int | None = None) -> SessionId:
         """Open a session for a job."""
         number = next(self.pids) if pid is None else pid
-        session = SessionId(f"s{number}")
+        session, process = SessionId(f"s{next(self.pids)}"), ProcessId(number, 1)
+        self.clients[session] = Client(session=session, job=owner, process=process)
         self.feed(
             SessionOpened(
                 session=session,
                 job=owner,
-                process=ProcessId(number, 1),
+                process=process,
                 secret=b"secret",
                 groups=tuple(group.name for group in self.groups),
                 hooks=hooks,
@@ -334,11 +469,35 @@ class World:
         )
         return session
 
-    def context(self, owner: JobKey | None, *devices: DeviceId) -> ProcessId:
+    def process_of(self, session: SessionId) -> ProcessId:
+        """Return a client's process."""
+        return self.clients[session].process
+
+    def context(
+        self, owner: JobKey | None, *devices: DeviceId, pid: int | None = None
+    ) -> ProcessId:
         """Let a process of a job make a context, unseen."""
-        process = ProcessId(next(self.pids), 1)
-        self.processes[process] = Process(id=process, job=owner, devices=frozenset(devices))
+        process = ProcessId(next(self.pids) if pid is None else pid, 1)
+        groups = {group.name for group in self.groups for d in group.devices if d in devices}
+        self.processes[process] = Process(
+            id=process,
+            job=owner,
+            devices=frozenset(devices),
+            lawful=owner is not None and groups <= self.groups_held_by(owner),
+        )
         return process
+
+    def groups_held_by(self, owner: JobKey) -> set[GroupName]:
+        """Return what a job's clients believe to hold."""
+        held = (c.held.values() for c in self.clients.values() if c.job == owner)
+        return {group for leases in held for tokens in leases for group, _ in tokens}
+
+    def send(self, request: Request) -> None:
+        """Let a client send a request; without a connection it is sent later."""
+        client = self.clients[request.session]
+        client.ask(request)
+        if client.connected:
+            self.feed(request)
 
     def acquire(
         self,
@@ -351,7 +510,7 @@ class World:
     ) -> LeaseId:
         """Ask for groups; return the name that the lease will have."""
         number = RequestId(next(self.requests) if request is None else request)
-        self.feed(
+        self.send(
             AcquireRequested(
                 session=session,
                 request=number,
@@ -367,13 +526,57 @@ class World:
         """Give a lease back."""
         session, _, _ = lease.rpartition(".")
         number = RequestId(next(self.requests) if request is None else request)
-        self.feed(ReleaseRequested(session=SessionId(session), request=number, lease=lease))
+        self.send(ReleaseRequested(session=SessionId(session), request=number, lease=lease))
         return number
 
+    def cancel(self, lease: LeaseId) -> RequestId:
+        """Take an acquire back."""
+        session, _, acquire = lease.rpartition(".")
+        number = RequestId(next(self.requests))
+        self.send(
+            CancelRequested(
+                session=SessionId(session), request=number, acquire=RequestId(int(acquire))
+            )
+        )
+        return number
+
+    def disconnect(self, session: SessionId) -> None:
+        """Cut a client's connection."""
+        self.clients[session].connected = False
+        # What it had sent and was not read is lost with the connection.
+        self.inbox = deque(e for e in self.inbox if getattr(e, "session", None) != session)
+        self.feed(SessionDisconnected(session=session))
+
+    def reconnect(self, session: SessionId) -> None:
+        """Let a client come back and send again what it has no answer to."""
+        for event in self._come_back(self.clients[session]):
+            self.feed(event)
+
+    def _come_back(self, client: Client) -> list[Event]:
+        session = self.machine.leasing.sessions.get(client.session)
+        leases = session.leases.values() if session is not None else ()
+        held = [lease.id for lease in leases if lease.tokens]
+        lost = client.held.keys() - set(held)
+        client.lost += lost
+        for lease in lost:
+            del client.held[lease]
+        return client.come_back(held, self.requests)
+
+    def close(self, session: SessionId) -> None:
+        """Let a client say goodbye."""
+        self.clients[session].end()
+        self.inbox = deque(e for e in self.inbox if getattr(e, "session", None) != session)
+        self.feed(SessionClosed(session=session))
+
     def die(self, process: ProcessId) -> None:
-        """Let a process end."""
+        """Let a process end, with its sessions' clients and its device state."""
         self.processes.pop(process, None)
+        self.clients = {s: c for s, c in self.clients.items() if c.process != process}
         self.feed(ProcessExited(process=process))
+
+    def clear(self, owner: JobKey) -> None:
+        """Let an operator clear what a job is held back for."""
+        self.feed(FaultCleared(job=owner))
 
     def pass_time(self, seconds: float) -> None:
         """Let time go by, with every timer at its instant."""
@@ -390,18 +593,46 @@ class World:
         entry = self.machine.leasing.leases.get(lease)
         return entry is not None and bool(entry.tokens)
 
+    def waits(self, lease: LeaseId) -> bool:
+        """Whether a lease is waited for."""
+        entry = self.machine.leasing.leases.get(lease)
+        return entry is not None and not entry.tokens
+
+    def all_of(self, kind: type[A]) -> list[A]:
+        """Return everything of a kind that was done."""
+        return [action for action in self.done if isinstance(action, kind)]
+
     def grants(self) -> list[Grant]:
         """Return all grants that were sent."""
-        return [action for action in self.done if isinstance(action, Grant)]
+        return self.all_of(Grant)
 
     def refusals(self) -> list[Refuse]:
         """Return all refusals that were sent."""
-        return [action for action in self.done if isinstance(action, Refuse)]
+        return self.all_of(Refuse)
+
+    def notes(self, kind: str) -> list[Note]:
+        """Return all lines of a kind in the log."""
+        return [note for note in self.all_of(Note) if note.kind == kind]
+
+    def code(self, lease: LeaseId) -> str | None:
+        """Return the code with which an acquire was refused last."""
+        session, _, request = lease.rpartition(".")
+        codes = [
+            r.code for r in self.refusals() if r.session == session and r.request == int(request)
+        ]
+        return codes[-1] if codes else None
 
     def answers(self, request: RequestId) -> list[Action]:
         """Return what was answered to a request."""
         kinds = (Grant, Refuse, ConfirmRelease, ConfirmCancel)
         return [a for a in self.done if isinstance(a, kinds) and a.request == request]
+
+    def moves(self) -> list[tuple[Verb, int]]:
+        """Return the operations of the ranks so far, in order: verb and pid."""
+        return [
+            (Verb(str(note.facts["verb"])), int(str(note.facts["rank"]).partition(":")[2]))
+            for note in self.notes("operation")
+        ]
 
     def state(self, process: ProcessId) -> RankState:
         """Return what is physically true of a process."""

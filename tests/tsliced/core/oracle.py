@@ -1,0 +1,141 @@
+"""What must hold whatever the core does: judged by what clients know and what is physically true.
+
+The oracle knows nothing of the implementation. It looks at what goes in and what comes out, and at
+the simulated processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from world import World
+
+from tsliced.core.actions import Action, Grant, Refuse, StartOperation
+from tsliced.core.events import AcquireRequested, Event
+from tsliced.core.model import GroupName, JobKey, LeaseId, RankState, Token, Verb
+
+
+@dataclass(slots=True, kw_only=True)
+class Oracle:
+    """Watches a world and raises `AssertionError` at the first breach."""
+
+    world: World
+    #: No faults, cancels or deaths: the order of grants is the order of arrival.
+    orderly: bool = False
+    last: dict[GroupName, Token] = field(default_factory=dict)
+    #: Whose the last token was.
+    owner: dict[GroupName, JobKey] = field(default_factory=dict)
+    granted: dict[LeaseId, tuple[tuple[GroupName, Token], ...]] = field(default_factory=dict)
+    refused: set[LeaseId] = field(default_factory=set)
+    #: By group, in the order of arrival: single requests for that group alone.
+    asked: dict[GroupName, list[LeaseId]] = field(default_factory=dict)
+
+    def watch(self, what: Event | Action) -> None:
+        """Judge one event or action; the world calls it for each."""
+        match what:
+            case AcquireRequested(groups=(group,), ranks=1):
+                lease = LeaseId(f"{what.session}.{what.request}")
+                queue = self.asked.setdefault(group, [])
+                if lease not in queue:
+                    queue.append(lease)
+            case Grant():
+                self._judge_grant(what)
+            case Refuse():
+                self.refused.add(LeaseId(f"{what.session}.{what.request}"))
+            case StartOperation(verb=Verb.THAW):
+                self._judge_thaw(what)
+            case _:
+                pass
+
+    def _judge_grant(self, grant: Grant) -> None:
+        client = self.world.clients.get(grant.session)
+        if client is None:
+            # Its process died, and the daemon has not been told yet.
+            return
+        if (before := self.granted.get(grant.lease)) is not None:
+            assert grant.tokens == before, "G6: a grant that is told again is the same"
+            return
+        self.granted[grant.lease] = grant.tokens
+        joins = all(self.last.get(group) == token for group, token in grant.tokens)
+        for group, token in grant.tokens:
+            self._judge_exclusion(client.job, group, token)
+            last = self.last.get(group)
+            # Only a round of several ranks has one token for several leases.
+            fresh = last is None or token > last
+            assert fresh or (token == last and self.owner[group] == client.job), "G2: tokens rise"
+            self.last[group], self.owner[group] = token, client.job
+            if self.orderly:
+                self._judge_order(group, grant.lease)
+        if not joins:
+            self._judge_devices(client.job, {group for group, _ in grant.tokens})
+
+    def _judge_exclusion(self, owner: JobKey, group: GroupName, token: Token) -> None:
+        for client in self.world.clients.values():
+            for lease, tokens in client.held.items():
+                held = dict(tokens).get(group)
+                if held is None:
+                    continue
+                assert client.job == owner, f"G1: {client.job} holds {group} with {lease}"
+                assert held == token, f"{owner} has two grants of {group}"
+
+    def _judge_order(self, group: GroupName, lease: LeaseId) -> None:
+        queue = self.asked.get(group, [])
+        if lease in queue:
+            ahead = set(queue[: queue.index(lease)]) - self.granted.keys() - self.refused
+            assert not ahead, f"G4: {ahead} came before {lease}"
+
+    def _judge_devices(self, owner: JobKey, groups: set[GroupName]) -> None:
+        devices = {d for g in self.world.groups if g.name in groups for d in g.devices}
+        for process in self.world.processes.values():
+            if process.job == owner and process.devices & devices:
+                assert process.state is RankState.RUNNING, f"granted while {process} does not run"
+            elif process.job is not None and process.on & devices and not self.world.crowded:
+                known = process.lawful or process.seen
+                assert not known, f"G1: granted while {process} is on the devices"
+
+    def _judge_thaw(self, start: StartOperation) -> None:
+        mine = self.world.machine.tenancies.all[start.tenancy].participant.ranks
+        parked = [p for p in self.world.processes.values() if p.id in mine]
+        states = {process.state for process in parked}
+        assert RankState.PARKED not in states, "all of a tenancy are restored before any is thawed"
+
+    def judge_rest(self) -> None:
+        """Judge a world in which nothing is in flight and nothing is broken any more."""
+        for client in self.world.clients.values():
+            assert not client.open, f"no answer to {client.open}"
+        for process in self.world.processes.values():
+            assert process.state is not RankState.FROZEN, f"{process} is frozen for good"
+
+    def judge_empty(self) -> None:
+        """Judge a world that everybody has left: nothing of them is remembered."""
+        machine = self.world.machine
+        leasing, tenancies = machine.leasing, machine.tenancies
+        tables = {
+            "sessions": leasing.sessions,
+            "by_process": leasing.by_process,
+            "by_job": leasing.by_job,
+            "leases": leasing.leases,
+            "rounds": leasing.rounds,
+            "faults": leasing.faults,
+            "gangs": leasing.gangs,
+            "todo": leasing.todo,
+            "tenancies": tenancies.all,
+            "tenancies by job": tenancies.by_job,
+            "home": tenancies.home,
+            "steps": tenancies.steps,
+            "operations": tenancies.operations,
+            "hooks": tenancies.hooks,
+            "strangers": tenancies.strangers,
+            "signals": tenancies.signals,
+            "touched": tenancies.touched,
+            "stuck": machine.stuck,
+            "journal": self.world.journal,
+        }
+        for group, keys in tenancies.by_group.items():
+            tables[f"tenancies on {group}"] = keys
+        for group, arbiter in leasing.arbiters.items():
+            tables[f"queue of {group}"] = arbiter.queue
+            assert arbiter.chosen is None, f"{group} is free"
+        left = {name: table for name, table in tables.items() if table}
+        assert not left, f"remembered of those who are gone: {left}"
+        assert machine.deadline is None, "nobody's time is waited for"

@@ -1,0 +1,375 @@
+"""The CUDA backend: real workers on real processes, over softcuda."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+for beside in ("tsliced", "e2e"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / beside))
+
+from harness import Host, Rank, resident_bytes
+from in_process import LIMIT_S, MIB, until
+
+from tsliced.core.model import Cause, HostName, ProcessId, RankId, RankState
+from tsliced.host.backends import cuda
+from tsliced.host.backends.base import BackendContext, BackendError, Outcome
+from tsliced.host.backends.cuda import CudaBackend
+from tsliced.host.processes import identify
+
+Story = Callable[[CudaBackend], Awaitable[None]]
+
+
+class Place:
+    """Devices and ranks without a daemon, and the directory of a backend's workers."""
+
+    def __init__(self, host: Host, library: Path) -> None:
+        self.host = host
+        self.library = library
+        self.directory = host.directory / "state" / "workers"
+        self.directory.mkdir(parents=True)
+
+    def rank(self, mib: int = 8) -> tuple[Rank, RankId]:
+        """Start a rank with device state."""
+        rank = self.host.rank()
+        rank.do("context")
+        rank.do("fill", mib=mib)
+        return rank, rank_id(rank)
+
+    def backend(self, library: str | None = None) -> CudaBackend:
+        return CudaBackend(
+            BackendContext(directory=self.directory, cuda_library=library or str(self.library))
+        )
+
+    def tell(self, story: Story, *, library: str | None = None) -> None:
+        """Run a story on a backend."""
+
+        async def run() -> None:
+            backend = self.backend(library)
+            await backend.start()
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    await story(backend)
+            finally:
+                await backend.close()
+
+        asyncio.run(run())
+
+
+def rank_id(rank: Rank) -> RankId:
+    process = identify(rank.pid)
+    assert process is not None
+    return RankId(HostName("n1"), process)
+
+
+@pytest.fixture
+def place(softcuda_build: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    host = Host(softcuda_build, SOFTCUDA_THROTTLE_MBPS="0")
+    # Workers have the environment of this process.
+    for name, value in host.variables().items():
+        if name.startswith("SOFTCUDA_"):
+            monkeypatch.setenv(name, value)
+    yield Place(host, softcuda_build / "libcuda.so.1")
+    host.close()
+
+
+def reason_of(outcome: Outcome) -> tuple[Cause, str]:
+    assert outcome.failure is not None
+    return outcome.failure.cause, outcome.failure.text
+
+
+def test_a_rank_is_taken_off_and_brought_back_whole(place: Place) -> None:
+    rank, name = place.rank(mib=32)
+    digest = rank.do("digest")
+
+    async def story(backend: CudaBackend) -> None:
+        assert (await backend.state(name)).observed is RankState.RUNNING
+        assert (await backend.freeze(name, timeout_s=5)).observed is RankState.FROZEN
+        before = resident_bytes(rank.pid)
+        parked = await backend.snapshot(name)
+        assert (parked.observed, parked.failure) == (RankState.PARKED, None)
+        assert parked.seconds > 0
+        assert resident_bytes(rank.pid) - before > 28 * MIB
+        assert place.host.used_bytes() == 0
+        assert (await backend.restore(name)).observed is RankState.FROZEN
+        assert (await backend.thaw(name)).observed is RankState.RUNNING
+
+    place.tell(story)
+    assert rank.do("digest") == digest
+
+
+def test_a_freeze_that_takes_too_long_leaves_the_rank_running(place: Place) -> None:
+    rank, name = place.rank()
+    rank.do("launch", ms=1000)
+
+    async def story(backend: CudaBackend) -> None:
+        outcome = await backend.freeze(name, timeout_s=0.1)
+        assert outcome.observed is RankState.RUNNING
+        assert reason_of(outcome)[0] is Cause.FREEZE_TIMEOUT
+        assert (await backend.freeze(name, timeout_s=10)).observed is RankState.FROZEN
+
+    place.tell(story)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(801, Cause.UNSUPPORTED), (800, Cause.NOT_PERMITTED), (304, Cause.DRIVER)],
+)
+def test_what_the_driver_refuses_has_a_cause(place: Place, code: int, cause: Cause) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        place.host.fault(f"checkpoint * * error:{code}")
+        outcome = await backend.snapshot(name)
+        assert outcome.observed is RankState.FROZEN
+        assert reason_of(outcome)[0] is cause
+        assert str(code) in reason_of(outcome)[1]
+
+    place.tell(story)
+
+
+def test_a_rank_that_is_broken_for_good_is_said_to_be(place: Place) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        place.host.fault("checkpoint * * fail:801")
+        outcome = await backend.snapshot(name)
+        assert outcome.observed is RankState.FAILED
+        assert reason_of(outcome)[0] is Cause.FAILED
+
+    place.tell(story)
+
+
+def test_a_process_that_cannot_run_is_not_asked(place: Place) -> None:
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        rank.stop()
+        for outcome, observed in (
+            (await backend.freeze(name, timeout_s=5), RankState.RUNNING),
+            (await backend.snapshot(name), RankState.FROZEN),
+            (await backend.restore(name), RankState.PARKED),
+            (await backend.thaw(name), RankState.FROZEN),
+            (await backend.state(name), RankState.UNKNOWN),
+        ):
+            cause, text = reason_of(outcome)
+            assert cause is Cause.STOPPED
+            assert "SIGCONT" in text
+            assert outcome.observed is observed, "as it was, for nothing was tried"
+        with pytest.raises(BackendError, match="SIGCONT"):
+            await backend.probe(name.process)
+        os.kill(rank.pid, signal.SIGCONT)
+        assert (await backend.thaw(name)).failure is None
+
+    place.tell(story)
+
+
+def test_a_process_that_is_gone_is_not_asked(place: Place) -> None:
+    rank, name = place.rank()
+    rank.kill()
+
+    async def story(backend: CudaBackend) -> None:
+        assert "ended" in reason_of(await backend.freeze(name, timeout_s=5))[1]
+
+    place.tell(story)
+
+
+def test_the_driver_tells_who_has_cuda_in_it(place: Place) -> None:
+    _, name = place.rank()
+    plain = rank_id(place.host.rank())
+
+    async def story(backend: CudaBackend) -> None:
+        assert await backend.probe(name.process)
+        assert not await backend.probe(plain.process)
+        assert len(place.host.workers()) == 1, "no worker for a process without the driver's thread"
+
+    place.tell(story)
+
+
+def test_a_driver_that_does_not_answer_is_not_waited_for_for_ever(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, name = place.rank()
+    monkeypatch.setattr(cuda, "PROBE_LIMIT_S", 0.2)
+
+    async def story(backend: CudaBackend) -> None:
+        place.host.fault(f"thread {rank.pid} 1 delay:600")
+        with pytest.raises(BackendError, match=r"did not answer within 0\.2 s"):
+            await backend.probe(name.process)
+        # The late answer is that of the first question.
+        outcome = await backend.state(name)
+        assert (outcome.observed, outcome.failure) == (RankState.RUNNING, None)
+
+    place.tell(story)
+
+
+def test_a_worker_that_dies_idle_is_replaced_without_anybody_noticing(place: Place) -> None:
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        (worker,) = place.host.workers()
+        os.kill(worker, signal.SIGKILL)
+        outcome = await backend.snapshot(name)
+        assert (outcome.observed, outcome.failure) == (RankState.PARKED, None)
+        assert place.host.workers() != [worker]
+        assert (await backend.restore(name)).failure is None
+        assert (await backend.thaw(name)).failure is None
+
+    place.tell(story)
+    assert len(rank.do("digest")) == 64
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_call_is_told_of_and_nothing_is_tried_again(
+    place: Place,
+) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        place.host.fault("checkpoint * * delay:3000")
+        snapshot = asyncio.create_task(backend.snapshot(name))
+        await until(lambda: began(place, name, "checkpoint"), "it has begun")
+        os.kill(place.host.workers()[0], signal.SIGKILL)
+        outcome = await snapshot
+        assert outcome.observed is RankState.UNKNOWN
+        cause, text = reason_of(outcome)
+        assert cause is Cause.DRIVER
+        assert "worker ended" in text
+
+    place.tell(story)
+
+
+def began(place: Place, name: RankId, op: str) -> bool:
+    path = place.directory / f"{name.process.pid}-{name.process.start_time}.json"
+    if not path.exists():
+        return False
+    content = json.loads(path.read_text())
+    return content["op"] == op and content["result"] is None
+
+
+def test_a_worker_of_an_earlier_daemon_is_waited_for_before_its_rank_is_touched(
+    place: Place,
+) -> None:
+    _, name = place.rank()
+    earlier: list[int] = []
+
+    async def before(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        place.host.fault("checkpoint * * delay:700")
+        asyncio.create_task(backend.snapshot(name))  # noqa: RUF006 - this daemon won't hear of it
+        await until(lambda: began(place, name, "checkpoint"), "it has begun")
+        earlier.extend(place.host.workers())
+
+    async def after(backend: CudaBackend) -> None:
+        assert place.host.workers() == earlier, "it is in the middle of its call"
+        outcome = await backend.state(name)
+        assert outcome.observed is RankState.PARKED, "asked when the call was over"
+        assert not set(earlier) & set(place.host.workers())
+
+    place.tell(before)
+    place.tell(after)
+
+
+def test_a_driver_that_cannot_be_used_is_told_of(place: Place) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        cause, text = reason_of(await backend.freeze(name, timeout_s=5))
+        assert cause is Cause.DRIVER
+        assert "no-such-libcuda" in text
+        with pytest.raises(BackendError, match="no-such-libcuda"):
+            await backend.probe(name.process)
+
+    place.tell(story, library="/no-such-libcuda.so.1")
+
+
+def test_what_cannot_be_an_op_file_is_named_and_nothing_is_tried(place: Place) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        path = place.directory / f"{name.process.pid}-{name.process.start_time}.json"
+        path.write_text("{")
+        _, text = reason_of(await backend.freeze(name, timeout_s=5))
+        assert str(path) in text
+        assert place.host.workers() == []
+        path.unlink()
+        assert (await backend.freeze(name, timeout_s=5)).observed is RankState.FROZEN
+
+    place.tell(story)
+
+
+def test_what_workers_wrote_of_processes_that_are_gone_is_swept_away(place: Place) -> None:
+    _, name = place.rank()
+    pid, start_time = name.process
+    kept = place.directory / f"{pid}-{start_time}.json"
+    files = [kept, *(place.directory / f"{n}.json" for n in (f"{pid}-1", "4194304-5", "nonsense"))]
+    for file in files:
+        file.write_text("{}")
+
+    async def story(_backend: CudaBackend) -> None:
+        assert sorted(place.directory.iterdir()) == [kept]
+
+    place.tell(story)
+
+
+def test_the_worker_of_a_rank_that_died_goes_with_what_it_wrote(place: Place) -> None:
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        backend.prepare(name.process)
+        await until(place.host.workers, "its worker is started early")
+        await backend.freeze(name, timeout_s=5)
+        assert list(place.directory.iterdir())
+        rank.kill()
+        backend.forget(name.process)
+        assert list(place.directory.iterdir()) == []
+        await until(lambda: not place.host.workers(), "its worker ends")
+        backend.forget(name.process)
+
+    place.tell(story)
+
+
+def test_a_backend_that_closes_lets_a_call_run_to_its_end(place: Place) -> None:
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        await backend.freeze(name, timeout_s=5)
+        place.host.fault("checkpoint * * delay:300")
+        snapshot = asyncio.create_task(backend.snapshot(name))
+        await until(lambda: began(place, name, "checkpoint"), "it has begun")
+        await backend.close()
+        cause, text = reason_of(await snapshot)
+        assert (cause, text) == (Cause.DRIVER, "the daemon let its worker go")
+        await until(lambda: not place.host.workers(), "the worker ends")
+        assert not began(place, name, "checkpoint"), "with its result written down"
+
+    place.tell(story)
+
+    async def again(backend: CudaBackend) -> None:
+        assert (await backend.state(name)).observed is RankState.PARKED
+
+    place.tell(again)
+    assert rank.process.poll() is None
+
+
+def test_processes_of_one_pid_after_another_have_workers_of_their_own(place: Place) -> None:
+    _, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        stranger = RankId(name.host, ProcessId(name.process.pid, name.process.start_time - 1))
+        outcome = await backend.state(stranger)
+        assert outcome.failure is not None, "that process is gone, whoever has its pid"
+        assert (await backend.state(name)).observed is RankState.RUNNING
+
+    place.tell(story)

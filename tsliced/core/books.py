@@ -1,0 +1,256 @@
+"""The books of one host: sessions, leases and rounds, and what is said to clients about them.
+
+Nothing is decided here. What is to be written down, done or said is added to `out`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tsliced.core.actions import (
+    FaultRecord,
+    Grant,
+    Note,
+    Refuse,
+    TellContended,
+    TellRankLost,
+    TellStalled,
+)
+from tsliced.core.arbiter import Arbiter
+from tsliced.core.model import (
+    CoreLimits,
+    GroupName,
+    JobKey,
+    LeaseId,
+    ProcessId,
+    Reason,
+    RequestId,
+    RoundId,
+    SessionId,
+    TenancyKey,
+)
+from tsliced.core.rounds import Round, RoundState
+from tsliced.core.sessions import Lease, Session
+from tsliced.core.signals import Effect
+from tsliced.core.tenancies import Tenancies
+from tsliced.core.timers import TimerKey, TimerKind, Timers
+
+K = TypeVar("K")
+
+
+@dataclass(slots=True, kw_only=True)
+class Books:
+    """Who is here, what they asked for, and which jobs are at fault."""
+
+    limits: CoreLimits
+    arbiters: dict[GroupName, Arbiter]
+    tenancies: Tenancies
+    timers: Timers[TimerKey]
+    out: list[Effect] = field(default_factory=list)
+    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    by_process: dict[ProcessId, dict[SessionId, None]] = field(default_factory=dict)
+    by_job: dict[JobKey, dict[SessionId, None]] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    rounds: dict[RoundId, Round] = field(default_factory=dict)
+    faults: dict[JobKey, Reason] = field(default_factory=dict)
+    #: Groups that must be looked at before the event is done with.
+    todo: deque[GroupName] = field(default_factory=deque)
+
+    # --- entries ------------------------------------------------------------------------------
+
+    def put_session(self, session: Session) -> None:
+        """Enter a session into the books."""
+        self.sessions[session.id] = session
+        self.by_process.setdefault(session.process, {})[session.id] = None
+        self.by_job.setdefault(session.job, {})[session.id] = None
+        if session.hooks:
+            self.tenancies.add_hooks(session.job, session.id)
+
+    def strike_session(self, session: Session) -> None:
+        """Take a session out of the books; its leases are out already."""
+        assert not session.leases, "a lease ends before its session"
+        del self.sessions[session.id]
+        _strike(self.by_process, session.process, session.id)
+        _strike(self.by_job, session.job, session.id)
+        if session.hooks:
+            self.tenancies.remove_hooks(session.job, session.id)
+
+    def put_lease(self, session: Session, lease: Lease, round_: Round) -> None:
+        """Enter a lease into the books."""
+        session.leases[lease.request] = lease
+        self.leases[lease.id] = lease
+        round_.members[lease.id] = lease
+        round_.took_part.add(session.id)
+
+    def strike_lease(self, lease: Lease, code: str, text: str, waiters: int) -> None:
+        """Take a lease out of the books, and remember how it ended."""
+        session = self.sessions[lease.session]
+        del session.leases[lease.request]
+        del self.leases[lease.id]
+        del self.rounds[lease.round].members[lease.id]
+        self.confirm(lease)
+        self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
+        ended = session.remember(
+            lease.id,
+            lease.request,
+            code=code,
+            text=text,
+            waiters=waiters,
+            deferred=waiters == 0,
+            limit=self.limits.max_answers,
+        )
+        self.out.append(ended)
+
+    def keep_lease(self, lease: Lease) -> None:
+        """Write down where a lease stands."""
+        round_ = self.rounds[lease.round]
+        self.out.append(lease.record(place=round_.place, lost=round_.lost))
+
+    def confirm(self, lease: Lease) -> None:
+        """Know that the client has its grant, or does not care any more."""
+        if lease.unconfirmed:
+            lease.unconfirmed = False
+            self.timers.clear(TimerKey(TimerKind.CONFIRM, lease.id))
+
+    def await_confirmation(self, lease: Lease, now: float) -> None:
+        """Expect the client to confirm its grant in time."""
+        lease.unconfirmed = True
+        self.timers.set(TimerKey(TimerKind.CONFIRM, lease.id), now + self.limits.ack_s)
+
+    # --- what is on record --------------------------------------------------------------------
+
+    def waiters_of(self, lease: Lease) -> int:
+        """Return how many rounds wait for a group of the lease."""
+        if len(lease.groups) == 1:
+            return len(self.arbiters[lease.groups[0]].queue)
+        return len({r for group in lease.groups for r in self.arbiters[group].queue})
+
+    def chosen_for(self, group: GroupName) -> Round | None:
+        """Return the round that has the group."""
+        round_id = self.arbiters[group].chosen
+        return self.rounds[round_id] if round_id is not None else None
+
+    # --- faults -------------------------------------------------------------------------------
+
+    def set_fault(self, job: JobKey, reason: Reason) -> None:
+        """Refuse a job until its processes are gone or the fault is cleared."""
+        self.faults[job] = reason
+        self.out.append(FaultRecord(job=job, reason=reason))
+
+    def clear_fault(self, job: JobKey) -> None:
+        """Let a faulted job try again."""
+        if self.faults.pop(job, None) is not None:
+            self.out.append(FaultRecord(job=job, reason=None))
+
+    def tidy(self, job: JobKey) -> None:
+        """Forget of a job what nothing of it is left for."""
+        abandoned = job not in self.by_job
+        self.out += self.tenancies.drop_unused(job, abandoned=abandoned)
+        if abandoned and job not in self.tenancies.by_job:
+            self.clear_fault(job)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def refuse(self, session: SessionId, request: RequestId, code: str, text: str) -> None:
+        """Answer a request with a coded error."""
+        self.out.append(Refuse(session=session, request=request, code=code, text=text))
+
+    def tell_granted(self, lease: Lease) -> None:
+        """Answer an acquire, for the first time or again."""
+        round_ = self.rounds[lease.round]
+        self.out.append(
+            Grant(
+                session=lease.session,
+                request=lease.request,
+                lease=lease.id,
+                tokens=lease.tokens,
+                waited_s=lease.granted_at - lease.asked_at,
+                restored=round_.restored,
+                switch_s=_switch_s(lease, round_),
+                contended=self.waiters_of(lease) > 0,
+                ack_s=self.limits.ack_s if lease.unconfirmed else None,
+            )
+        )
+
+    def tell_contended(self, group: GroupName) -> None:
+        """Tell who holds a group that its waiters have come or gone."""
+        round_ = self.chosen_for(group)
+        if round_ is None or round_.state is not RoundState.HELD:
+            return
+        for lease in round_.members.values():
+            self.out.append(
+                TellContended(
+                    session=lease.session,
+                    lease=lease.id,
+                    groups=lease.groups,
+                    waiters=self.waiters_of(lease),
+                )
+            )
+
+    def tell_stalled(self, round_: Round, job: JobKey, reason: Reason) -> None:
+        """Tell a round, once for each reason, why its turn does not come."""
+        if round_.stalled == reason:
+            return
+        round_.stalled = reason
+        for lease in round_.members.values():
+            self.out.append(
+                TellStalled(session=lease.session, lease=lease.id, job=job, reason=reason)
+            )
+
+    def tell_rank_lost(self, key: TenancyKey, process: ProcessId) -> None:
+        """Tell a job that one of its ranks died."""
+        text = f"rank {process.pid} of this job ended"
+        for session_id in self.by_job.get(key.job, ()):
+            for lease in self.sessions[session_id].leases.values():
+                if not set(lease.groups).isdisjoint(key.groups):
+                    self.out.append(
+                        TellRankLost(session=session_id, lease=lease.id, pid=process.pid, text=text)
+                    )
+
+    # --- the history --------------------------------------------------------------------------
+
+    def note_fault(self, kind: str, key: TenancyKey, reason: Reason) -> None:
+        """Note that somebody must look after a tenancy."""
+        facts = {"job": str(key.job), "groups": ",".join(key.groups), "reason": str(reason)}
+        self.out.append(Note(kind=kind, level="error", facts=facts))
+
+    def note_queued(self, lease: Lease) -> None:
+        """Note that a lease has to wait."""
+        round_ = self.rounds[lease.round]
+        facts = {**_facts(lease, round_), "round": round_.state.value}
+        self.out.append(Note(kind="queued", level="info", facts=facts))
+
+    def note_granted(self, lease: Lease) -> None:
+        """Note that a lease is held."""
+        round_ = self.rounds[lease.round]
+        facts = {
+            **_facts(lease, round_),
+            "token": lease.tokens[0][1].as_int(),
+            "phase": lease.phase or None,
+            "waited_s": lease.granted_at - lease.asked_at,
+            "restored": round_.restored,
+            "switch_s": _switch_s(lease, round_),
+        }
+        self.out.append(Note(kind="granted", level="info", facts=facts))
+
+    def note_released(self, lease: Lease, code: str, now: float) -> None:
+        """Note that a lease is held no longer."""
+        round_ = self.rounds[lease.round]
+        facts = {**_facts(lease, round_), "held_s": now - lease.granted_at, "cause": code}
+        self.out.append(Note(kind="released", level="info", facts=facts))
+
+
+def _strike(index: dict[K, dict[SessionId, None]], key: K, session: SessionId) -> None:
+    del index[key][session]
+    if not index[key]:
+        del index[key]
+
+
+def _facts(lease: Lease, round_: Round) -> dict[str, str | int | float | bool | None]:
+    return {"job": str(round_.job), "groups": ",".join(lease.groups), "lease": lease.id}
+
+
+def _switch_s(lease: Lease, round_: Round) -> float:
+    return lease.granted_at - round_.switch_began_at if round_.moved else 0.0
