@@ -35,6 +35,10 @@ from tsliced.observe.status import StatusPage
 from tsliced.sdnotify import Notifier
 
 
+#: Allocations and generations between two looks of the garbage collector.
+GC_THRESHOLDS = (20_000, 20, 20)
+
+
 class BrokenStateError(Exception):
     """The state in memory can no longer be trusted; the journal's can."""
 
@@ -77,9 +81,11 @@ class Daemon:
                 ("watchdog", self._feed_watchdog()),
             ):
                 tasks.create_task(work, name=name)
-            # What was made so far stays, and need not be looked at again and again.
+            # What was made so far stays, and hardly anything that comes has cycles: a collector
+            # that looks often only slows answers down.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
             await stop.wait()
             self.notifier.send("STOPPING=1")
             server.close()

@@ -93,7 +93,8 @@ def process_of(name: str) -> Iterator[ProcessId]:
 class FakeDevices:
     """Devices whose memory is a table of who has how much."""
 
-    used: dict[DeviceId, dict[int, int]] = field(default_factory=lambda: {D1: {}, D2: {}})
+    #: By device and pid; None: the driver doesn't say how much.
+    used: dict[DeviceId, dict[int, int | None]] = field(default_factory=lambda: {D1: {}, D2: {}})
     #: Raised by each look at the devices.
     error: DevicesError | None = None
     stale_s: float = 0.0
@@ -109,7 +110,7 @@ class FakeDevices:
         return {uuid: self._reading(uuid) for uuid in uuids}
 
     def _reading(self, uuid: DeviceId) -> DeviceReading:
-        used = sum(self.used[uuid].values())
+        used = sum(count or 0 for count in self.used[uuid].values())
         return DeviceReading(
             uuid=uuid,
             total_bytes=TOTAL_BYTES,
@@ -128,8 +129,9 @@ class FakeDevices:
 
     def take(self, process: ProcessId) -> dict[DeviceId, int]:
         """Free all that a process uses, and return what it was."""
-        freed = {uuid: by.pop(process.pid) for uuid, by in self.used.items() if process.pid in by}
-        return freed
+        return {
+            uuid: by.pop(process.pid) or 0 for uuid, by in self.used.items() if process.pid in by
+        }
 
 
 class FakeBackend(Backend):

@@ -6,7 +6,6 @@ The driver writes `Effects.records` first and runs `Effects.actions` only then.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from tsliced.core.model import (
@@ -29,11 +28,12 @@ from tsliced.core.model import (
     Token,
     Verb,
 )
+from tsliced.core.value import value
 
 # --- records: kept over kill -9 of the daemon -------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionRecord:
     """A session exists."""
 
@@ -46,14 +46,14 @@ class SessionRecord:
     agent: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionEndedRecord:
     """A session and all that was remembered of it is gone."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class LeaseRecord:
     """A lease waits (`tokens` empty) or is held."""
 
@@ -72,7 +72,7 @@ class LeaseRecord:
     lost: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class LeaseEndedRecord:
     """A lease is over; what its client was told, for a request that is sent again."""
 
@@ -88,7 +88,7 @@ class LeaseEndedRecord:
     deferred: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TenancyRecord:
     """The order that stands for a tenancy, written before anybody is told of it."""
 
@@ -98,14 +98,14 @@ class TenancyRecord:
     pinned: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TenancyEndedRecord:
     """A tenancy has neither ranks nor leases left."""
 
     tenancy: TenancyKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RankRecord:
     """A rank, and what is about to be done to it (`verb`), if anything."""
 
@@ -117,14 +117,14 @@ class RankRecord:
     verb: Verb | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RankEndedRecord:
     """A rank's process is gone."""
 
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FaultRecord:
     """A job is refused until its processes are gone or an operator clears it (`reason` None)."""
 
@@ -147,7 +147,7 @@ Record: TypeAlias = (
 # --- actions: towards clients -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Grant:
     """Answer an acquire: the lease is held. `ack_s`: it must be confirmed within that time."""
 
@@ -162,7 +162,7 @@ class Grant:
     ack_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Refuse:
     """Answer a request with a coded error."""
 
@@ -172,7 +172,7 @@ class Refuse:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ConfirmRelease:
     """Answer a release."""
 
@@ -184,7 +184,7 @@ class ConfirmRelease:
     deferred: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ConfirmCancel:
     """Answer a cancel. Not `cancelled`: the acquire had ended, or its grant is on the wire."""
 
@@ -193,7 +193,7 @@ class ConfirmCancel:
     cancelled: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TellContended:
     """Tell a holder how many wait for what it holds."""
 
@@ -203,7 +203,7 @@ class TellContended:
     waiters: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TellStalled:
     """Tell a waiter why its turn does not come: the tenancy before it cannot be moved."""
 
@@ -213,7 +213,7 @@ class TellStalled:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TellLost:
     """Tell a session that a lease of it is over without its doing."""
 
@@ -222,7 +222,7 @@ class TellLost:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TellRankLost:
     """Tell a session that a process of its job is gone: its peers may wait for it for ever."""
 
@@ -232,7 +232,7 @@ class TellRankLost:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class EndSession:
     """Forget a session: close its connection if there is one."""
 
@@ -243,7 +243,7 @@ class EndSession:
 # --- actions: long ones, each ends in one event with its op -----------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StartOperation:
     """Run one backend operation on one rank. Only a freeze is bounded; nothing else is cut off."""
 
@@ -254,7 +254,7 @@ class StartOperation:
     timeout_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ScanGroups:
     """Find every process with state on the tenancy's groups, and the job's registered ranks.
 
@@ -268,7 +268,7 @@ class ScanGroups:
     beyond: tuple[GroupName, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReserveHostMemory:
     """Reserve host memory for a snapshot of each rank, or say what is missing."""
 
@@ -278,7 +278,7 @@ class ReserveHostMemory:
     demands: tuple[tuple[RankId, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReserveDeviceMemory:
     """Check that the devices have room for the tenancy's return, and keep it free for it."""
 
@@ -287,7 +287,7 @@ class ReserveDeviceMemory:
     demands: tuple[tuple[RankId, frozenset[DeviceId], int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RunHooks:
     """Ask the sessions' processes to quiesce, or to resume, within `timeout_s`."""
 
@@ -298,7 +298,7 @@ class RunHooks:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReserveNumbers:
     """Make `ceiling` durable: numbers below it may then be used for tokens and epochs."""
 
@@ -308,7 +308,7 @@ class ReserveNumbers:
 # --- actions: bookkeeping ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FreeMemory:
     """Drop what the ledgers hold for a tenancy: all of it, or its claim on device memory only."""
 
@@ -317,21 +317,21 @@ class FreeMemory:
     device: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SettleHostMemory:
     """The tenancy is parked: what was reserved is now real memory of its ranks."""
 
     tenancy: TenancyKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WatchProcess:
     """Post `ProcessExited` once when this process ends."""
 
     process: ProcessId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Note:
     """One line for the log and the event history."""
 
@@ -364,7 +364,7 @@ Action: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Effects:
     """What the driver must do: write `records`, then run `actions`, each in order."""
 

@@ -91,7 +91,7 @@ class Books:
         del self.leases[lease.id]
         del self.rounds[lease.round].members[lease.id]
         self.confirm(lease)
-        self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
+        self.stop_clock(lease)
         ended = session.remember(
             lease.id,
             lease.request,
@@ -107,6 +107,12 @@ class Books:
         """Write down where a lease stands."""
         round_ = self.rounds[lease.round]
         self.out.append(lease.record(place=round_.place, lost=round_.lost))
+
+    def stop_clock(self, lease: Lease) -> None:
+        """Let no acquire run out of time that is answered."""
+        if lease.limited:
+            lease.limited = False
+            self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
 
     def confirm(self, lease: Lease) -> None:
         """Know that the client has its grant, or does not care any more."""
@@ -233,13 +239,13 @@ class Books:
             "restored": round_.restored,
             "switch_s": _switch_s(lease, round_),
         }
-        self.out.append(Note(kind="granted", level="info", facts=facts))
+        self.out.append(Note(kind="granted", level=_level(lease), facts=facts))
 
     def note_released(self, lease: Lease, code: str, now: float) -> None:
         """Note that a lease is held no longer."""
         round_ = self.rounds[lease.round]
         facts = {**_facts(lease, round_), "held_s": now - lease.granted_at, "cause": code}
-        self.out.append(Note(kind="released", level="info", facts=facts))
+        self.out.append(Note(kind="released", level=_level(lease), facts=facts))
 
 
 def _strike(index: dict[K, dict[SessionId, None]], key: K, session: SessionId) -> None:
@@ -250,6 +256,12 @@ def _strike(index: dict[K, dict[SessionId, None]], key: K, session: SessionId) -
 
 def _facts(lease: Lease, round_: Round) -> dict[str, str | int | float | bool | None]:
     return {"job": str(round_.job), "groups": ",".join(lease.groups), "lease": lease.id}
+
+
+def _level(lease: Lease) -> str:
+    # A job that goes on where it is, with nobody waiting, changes nothing that one would look for
+    # in a log; there may be thousands of these a second. The history has them all.
+    return "debug" if lease.granted_at == lease.asked_at else "info"
 
 
 def _switch_s(lease: Lease, round_: Round) -> float:

@@ -5,7 +5,6 @@ Whoever starts a long action posts exactly one event with its `op` when it ends,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from tsliced.core.actions import Action, Record
@@ -23,19 +22,20 @@ from tsliced.core.model import (
     RequestId,
     SessionId,
 )
+from tsliced.core.value import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Started:
     """The daemon runs; what the journal kept has been given to the machine before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TimePassed:
     """The instant in `Machine.deadline` came."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionOpened:
     """A client said hello; its identity comes from the kernel, not from its words."""
 
@@ -52,35 +52,35 @@ class SessionOpened:
     agent: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionDisconnected:
     """A connection ended without goodbye. The process may still live."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionResumed:
     """A client came back with its session's secret."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SessionClosed:
     """A client said goodbye."""
 
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ProcessExited:
     """The kernel reported a process's end (its pidfd became readable)."""
 
     process: ProcessId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class AcquireRequested:
     """A client asked for groups."""
 
@@ -94,7 +94,7 @@ class AcquireRequested:
     timeout_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class GrantConfirmed:
     """A client said that it has a grant in hand."""
 
@@ -102,7 +102,7 @@ class GrantConfirmed:
     lease: LeaseId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReleaseRequested:
     """A client gave its lease back."""
 
@@ -111,7 +111,7 @@ class ReleaseRequested:
     lease: LeaseId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class CancelRequested:
     """A client no longer wants what it asked for with the request `acquire`."""
 
@@ -120,7 +120,7 @@ class CancelRequested:
     acquire: RequestId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RankRegistered:
     """A process was named as a rank of a job; the driver knows CUDA in it if `found.devices`."""
 
@@ -130,14 +130,14 @@ class RankRegistered:
     groups: tuple[GroupName, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class GroupsObserved:
     """The regular look at the devices of all groups; lists every process on them."""
 
     found: tuple[FoundRank, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class GroupsScanned:
     """`ScanGroups` ended. A failed scan found nothing out, not nothing."""
 
@@ -146,7 +146,7 @@ class GroupsScanned:
     failure: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class MemoryReserved:
     """`ReserveHostMemory` or `ReserveDeviceMemory` ended."""
 
@@ -154,7 +154,7 @@ class MemoryReserved:
     failure: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class HooksRun:
     """`RunHooks` ended."""
 
@@ -162,7 +162,7 @@ class HooksRun:
     failure: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class OperationFinished:
     """`StartOperation` ended. `observed` is what the driver said after it, success or not."""
 
@@ -175,7 +175,7 @@ class OperationFinished:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class NumbersReserved:
     """`ReserveNumbers` is durable: no number below `ceiling` will be used after a restart."""
 
@@ -183,7 +183,7 @@ class NumbersReserved:
     failure: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RecordsFailed:
     """The journal could not take `records`; of what they announce, `actions`, nothing was done."""
 
@@ -192,7 +192,7 @@ class RecordsFailed:
     failure: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FaultCleared:
     """An operator took a job's fault, or a tenancy's PINNED or BLOCKED, back: try again."""
 

@@ -110,7 +110,8 @@ class Granting(Books):
             round_.state, round_.switch_began_at = RoundState.MOVING, now
         if round_.state in (RoundState.MOVING, RoundState.GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
-            clear = self._clear_devices(round_, now)
+            settled = self.tenancies.settled(round_.job, round_.groups)
+            clear = settled or self._clear_devices(round_, now)
             round_.state = RoundState.GRANTING if clear else RoundState.MOVING
         if round_.state is RoundState.GRANTING:
             self._grant_round(round_, now)
@@ -118,7 +119,7 @@ class Granting(Books):
     def _reserve(self, round_: Round, now: float) -> bool:
         while round_.reserved < len(round_.groups):
             arbiter = self.arbiters[round_.groups[round_.reserved]]
-            if arbiter.chosen != round_.id:
+            if arbiter.chosen != round_.id and not arbiter.claim(round_.id):
                 if round_.id not in arbiter.queue:
                     self._enqueue(arbiter, round_)
                 if arbiter.choose(now=now) != round_.id:
@@ -209,8 +210,9 @@ class Granting(Books):
             # The next block is on its way; `NumbersReserved` comes back here.
             return
         for group in round_.groups:
-            jobs = {tenancy.key.job for tenancy in self.tenancies.residents(group)}
-            assert jobs <= {round_.job}, "nobody else is on the devices at a grant"
+            assert self.arbiters[group].chosen == round_.id, "a grant is of groups that it has"
+            alone = self.tenancies.alone_on(group, round_.job)
+            assert alone, "nobody else is on the devices at a grant"
         round_.state = RoundState.HELD
         round_.tokens = tuple(zip(round_.groups, tokens, strict=True))
         for lease in round_.members.values():
@@ -220,7 +222,7 @@ class Granting(Books):
         """Let a lease have what its round holds."""
         lease.tokens = self.rounds[lease.round].tokens
         lease.state, lease.granted_at = LeaseState.HELD, now
-        self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
+        self.stop_clock(lease)
         if now > lease.asked_at:
             self.await_confirmation(lease, now)
         self.keep_lease(lease)
@@ -251,7 +253,8 @@ class Granting(Books):
 
     def _end_round(self, round_: Round, now: float) -> None:
         del self.rounds[round_.id]
-        self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
+        if round_.paused:
+            self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
         if round_.state is not RoundState.GATHERING:
             # Only then is anything free: who is chosen for one group goes on to the next.
             for group in round_.groups:
@@ -379,6 +382,7 @@ class Granting(Books):
         pause_s = min(limits.retry_max_s, limits.retry_min_s * 2 ** min(tries - 1, MAX_DOUBLINGS))
         # Jitter: two hosts that turned back together must not try again together.
         pause_s *= 0.5 + self.random.random()
+        round_.paused = True
         self.timers.set(TimerKey(TimerKind.RETRY, round_.id), now + pause_s)
 
     def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], process: ProcessId) -> None:
@@ -413,13 +417,11 @@ class Granting(Books):
             else:
                 self.refuse_lease(lease, code, text, now)
 
-    def check_invariants(self, *, full: bool) -> None:
-        """Assert what must hold between any two events; `full` looks at every round."""
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
         for arbiter in self.arbiters.values():
-            arbiter.check_invariants(full=full)
+            arbiter.check_invariants()
             assert arbiter.chosen is None or arbiter.chosen in self.rounds
-        if not full:
-            return
         assert not self.todo, "nothing is left for later"
         for round_ in self.rounds.values():
             self._check_round(round_)

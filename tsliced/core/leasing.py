@@ -216,9 +216,9 @@ class Leasing(Granting):
 
     def _limit_wait(self, lease: Lease, timeout_s: float | None, now: float) -> None:
         """Let a lease wait no longer than its client wants; a repeated wish does not extend it."""
-        key = TimerKey(TimerKind.ACQUIRE, lease.id)
-        if timeout_s is not None and self.timers.get(key) is None:
-            self.timers.set(key, now + timeout_s)
+        if timeout_s is not None and not lease.limited:
+            lease.limited = True
+            self.timers.set(TimerKey(TimerKind.ACQUIRE, lease.id), now + timeout_s)
 
     def _round_for(
         self,

@@ -51,6 +51,11 @@ class Numbers:
         """Return how many numbers can be taken before the next block."""
         return self.ceiling - self._next
 
+    @property
+    def low(self) -> bool:
+        """Whether half of the block is used, or more was wanted than there is."""
+        return self.ceiling - self._next <= self.block >> 1 or self._short_of > 0
+
     def ask(self) -> ReserveNumbers | None:
         """Return the action that reserves the next block, once for each block, at half use."""
         enough = self.left() > self.block // 2 and self.left() >= self._short_of

@@ -67,6 +67,8 @@ class Round:
     restored: bool = False
     evict_tries: dict[TenancyKey, int] = field(default_factory=dict)
     admit_tries: int = 0
+    #: It has paused before another try.
+    paused: bool = False
     #: What its members were last told about why it takes so long.
     stalled: Reason | None = None
 

@@ -6,7 +6,6 @@ A `Signal` never leaves `Machine.handle`: it is delivered to its addressee befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from tsliced.core.actions import Action, Record
@@ -19,9 +18,10 @@ from tsliced.core.model import (
     Stamp,
     TenancyKey,
 )
+from tsliced.core.value import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Order:
     """A coordinator wants a tenancy's ranks on `host` to be at `goal`."""
 
@@ -31,7 +31,7 @@ class Order:
     goal: Goal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Report:
     """A participant's answer to the order with this stamp, given with no operation in flight."""
 
@@ -43,14 +43,14 @@ class Report:
     states: tuple[tuple[ProcessId, RankState], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Evicted:
     """A tenancy is off every device."""
 
     tenancy: TenancyKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class EvictionFailed:
     """A tenancy was turned back and runs as before."""
 
@@ -58,7 +58,7 @@ class EvictionFailed:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Admitted:
     """A tenancy runs on its devices. `restored`: it had been parked."""
 
@@ -66,7 +66,7 @@ class Admitted:
     restored: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class AdmissionFailed:
     """A tenancy could not be brought on and is off again."""
 
@@ -74,7 +74,7 @@ class AdmissionFailed:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Blocked:
     """A tenancy can be moved neither off nor on; it stays where it is."""
 

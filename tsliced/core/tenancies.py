@@ -208,6 +208,22 @@ class Tenancies:
         """Return the tenancies whose state must be assumed to be on the group's devices."""
         return [t for key in self.by_group[group] if (t := self.all[key]).resident]
 
+    def alone_on(self, group: GroupName, job: JobKey) -> bool:
+        """Whether nobody but the job is on the group's devices."""
+        return not any(key.job != job and self.all[key].resident for key in self.by_group[group])
+
+    def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
+        """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
+        own = self.all.get(TenancyKey(job, groups))
+        if own is None or not own.ready or own.beyond:
+            return False
+        for group in groups:
+            for key in self.by_group[group]:
+                other = self.all[key]
+                if other is not own and other.resident:
+                    return False
+        return True
+
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
         parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]
         for rank in tenancy.participant.ranks.values():

@@ -1,13 +1,17 @@
-"""Fixtures of the tests of the host's parts."""
+"""Fixtures of the tests of the host's parts; and what other tests use too is importable."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "tsliced"))
+sys.path.insert(0, str(REPOSITORY / "tests" / "e2e"))
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-for beside in ("tsliced", "e2e"):
-    sys.path.insert(0, str(Path(__file__).parents[2] / beside))
-
 from harness import Host, Rank, resident_bytes
 from in_process import LIMIT_S, MIB, until
 
@@ -48,8 +44,8 @@ class Place:
             BackendContext(directory=self.directory, cuda_library=library or str(self.library))
         )
 
-    def tell(self, story: Story, *, library: str | None = None) -> None:
-        """Run a story on a backend."""
+    def tell(self, story: Story, *, library: str | None = None, leave: bool = False) -> None:
+        """Run a story on a backend; with `leave` its workers are not waited for."""
 
         async def run() -> None:
             backend = self.backend(library)
@@ -58,9 +54,15 @@ class Place:
                 async with asyncio.timeout(LIMIT_S):
                     await story(backend)
             finally:
+                workers = [] if leave else self.host.workers()
                 await backend.close()
+                await until(lambda: not any(map(exists, workers)), "all are reaped")
 
         asyncio.run(run())
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def rank_id(rank: Rank) -> RankId:
@@ -258,6 +260,8 @@ def began(place: Place, name: RankId, op: str) -> bool:
     return content["op"] == op and content["result"] is None
 
 
+# The daemon that ends here leaves a worker behind, on purpose.
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 def test_a_worker_of_an_earlier_daemon_is_waited_for_before_its_rank_is_touched(
     place: Place,
 ) -> None:
@@ -277,7 +281,8 @@ def test_a_worker_of_an_earlier_daemon_is_waited_for_before_its_rank_is_touched(
         assert outcome.observed is RankState.PARKED, "asked when the call was over"
         assert not set(earlier) & set(place.host.workers())
 
-    place.tell(before)
+    place.tell(before, leave=True)
+    gc.collect()
     place.tell(after)
 
 
