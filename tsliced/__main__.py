@@ -41,6 +41,7 @@ def _serve(config: object) -> int:
     from tsliced.config import Config, ConfigError
     from tsliced.daemon import BrokenStateError, Daemon
     from tsliced.host.backends.base import BackendError
+    from tsliced.host.devices import DevicesUnavailable
     from tsliced.host.journal import JournalError
     from tsliced.log import Log
     from tsliced.net.listening import ListenError
@@ -52,6 +53,7 @@ def _serve(config: object) -> int:
     failures: dict[type[Exception], int] = {
         ConfigError: EX_CONFIG,
         BackendError: EX_CONFIG,
+        DevicesUnavailable: EX_UNAVAILABLE,
         JournalError: EX_UNAVAILABLE,
         ListenError: EX_CANTCREAT,
     }

@@ -34,7 +34,6 @@ from tsliced.net.server import Server
 from tsliced.observe.status import StatusPage
 from tsliced.sdnotify import Notifier
 
-
 #: Allocations and generations between two looks of the garbage collector.
 GC_THRESHOLDS = (20_000, 20, 20)
 
@@ -158,6 +157,9 @@ class Daemon:
         try:
             await devices.start()
         except DevicesUnavailable as exc:
+            if config.groups:
+                # The driver may be loaded later in the boot: the service manager tries again.
+                raise
             # A host that is being set up: the daemon says so, and serves what does not need NVML.
             self.log.write("error", "devices", {"reason": str(exc)})
             return None, resolve_groups(config, {host: ()}, partial=True)

@@ -44,6 +44,7 @@ from tsliced.core.events import (
     GroupsObserved,
     GroupsScanned,
     HooksRun,
+    HostMemoryPromised,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
@@ -52,12 +53,27 @@ from tsliced.core.events import (
     TimePassed,
 )
 from tsliced.core.machine import Machine
-from tsliced.core.model import Cause, DeviceId, ProcessId, RankState, Reason, Verb
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    ProcessId,
+    RankState,
+    Reason,
+    TenancyKey,
+    Verb,
+)
 from tsliced.host.backends.base import Backend, Outcome
 from tsliced.host.history import History
 from tsliced.host.journal import Journal, JournalError
 from tsliced.host.membership import Membership
-from tsliced.host.memory import Demand, DeviceLedger, DramLedger, Shortage, SnapshotMargin
+from tsliced.host.memory import (
+    Demand,
+    DeviceLedger,
+    DramLedger,
+    Granted,
+    Shortage,
+    SnapshotMargin,
+)
 from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
@@ -229,10 +245,10 @@ class Driver:
 
     def _on_exit(self, process: ProcessId) -> None:
         around = self.around
+        self.post(ProcessExited(process=process))
         around.membership.forget(process)
         around.scanner.forget(process)
         around.backend.forget(process)
-        self.post(ProcessExited(process=process))
 
     # --- actions ------------------------------------------------------------------------------
 
@@ -258,7 +274,11 @@ class Driver:
         """Return a handler that runs `act` as a task and posts the event that it returns."""
 
         async def run(action: Any) -> None:
-            self.post(await act(action))
+            try:
+                self.post(await act(action))
+            except Exception as exc:
+                # The core waits for an event that will never come.
+                self._break(exc)
 
         def start(action: Any) -> None:
             self.around.tasks.create_task(run(action), name=name)
@@ -291,7 +311,11 @@ class Driver:
             ledgers.device.release(action.tenancy)
 
     def _settle_host_memory(self, action: SettleHostMemory) -> None:
-        self.around.ledgers.host.settle(action.tenancy)
+        ledger = self.around.ledgers.host
+        if action.parked:
+            ledger.settle(action.tenancy)
+        else:
+            ledger.unsettle(action.tenancy)
 
     async def _operate(self, action: StartOperation) -> Event:
         started = time.monotonic()
@@ -338,16 +362,7 @@ class Driver:
         demands = [
             Demand(rank.process, ledgers.margin.need_bytes(size)) for rank, size in action.demands
         ]
-        failure = None
-        try:
-            # What was settled by an earlier snapshot was given back by the restore after it.
-            answer = ledgers.host.reserve(action.tenancy, demands)
-        except OSError as exc:
-            text = f"host memory: how much there is cannot be read: {exc}"
-            failure = Reason(cause=Cause.NO_HOST_MEMORY, text=text)
-        else:
-            if isinstance(answer, Shortage):
-                failure = Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")
+        failure = _reserve(ledgers.host, action.tenancy, demands)
         self.post(MemoryReserved(op=action.op, failure=failure))
 
     async def _reserve_device_memory(self, action: ReserveDeviceMemory) -> Event:
@@ -395,6 +410,28 @@ class Driver:
                 continue
             failing = False
             self.post(GroupsObserved(found=found))
+            self._promise_host_memory()
+
+    def _promise_host_memory(self) -> None:
+        """Promise host memory to every tenancy that has grown, so that it can always be parked.
+
+        Whoever cannot be promised any is refused at its next acquire, before anything is touched.
+        """
+        ledgers = self.around.ledgers
+        for key, tenancy in self.machine.tenancies.all.items():
+            if tenancy.participant.busy or not tenancy.coordinator.stable:
+                continue
+            ranks = [r for r in tenancy.participant.ranks.values() if r.state is RankState.RUNNING]
+            needs = [
+                Demand(rank.id.process, ledgers.margin.need_bytes(rank.device_bytes))
+                for rank in ranks
+            ]
+            held = ledgers.host.reserved(key)
+            if all(held.get(process, 0) >= need for process, need in needs):
+                continue
+            failure = _reserve(ledgers.host, key, needs)
+            if failure != tenancy.participant.shortage:
+                self.post(HostMemoryPromised(tenancy=key, failure=failure))
 
     async def flush_history_for_ever(self, interval_s: float) -> None:
         """Hand the history over for storing, about every second; tell when that does not work."""
@@ -406,3 +443,15 @@ class Driver:
             if error is not None and error is not told:
                 told = error
                 self.note("journal", "error", reason=str(error))
+
+
+def _reserve(ledger: DramLedger, key: TenancyKey, demands: list[Demand]) -> Reason | None:
+    """Reserve host memory; return why it cannot be had, if so."""
+    try:
+        answer = ledger.reserve(key, demands)
+    except OSError as exc:
+        text = f"host memory: how much there is cannot be read: {exc}"
+        return Reason(cause=Cause.NO_HOST_MEMORY, text=text)
+    if isinstance(answer, Granted):
+        return None
+    return Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")

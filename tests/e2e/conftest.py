@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import REPOSITORY, Host, MakeHost, Settings
+from harness import Host, MakeHost, Settings, build_softcuda
 
 
 @pytest.fixture(scope="session")
 def softcuda_build() -> Path:
-    """The directory of softcuda's libraries, brought up to date."""
-    command = ["make", "--silent", "-f", "cuda_ckpt/softcuda/build.mk", "softcuda"]
-    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert made.returncode == 0, made.stdout + made.stderr
-    return REPOSITORY / "build" / "softcuda"
+    """The directory of softcuda's libraries."""
+    return build_softcuda()
 
 
 @pytest.fixture

@@ -41,6 +41,14 @@ DEFAULTS: Settings = {
 }
 
 
+def build_softcuda() -> Path:
+    """Brings softcuda's libraries up to date and returns their directory."""
+    command = ["make", "--silent", "-f", "cuda_ckpt/softcuda/build.mk", "softcuda"]
+    made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return REPOSITORY / "build" / "softcuda"
+
+
 def until(condition: Callable[[], Found], what: str, limit_s: float = LIMIT_S) -> Found:
     """Polls for something that no event announces, and returns it once it is true."""
     end = time.monotonic() + limit_s
@@ -197,7 +205,7 @@ class Host:
 
     def start_daemon(self, **environment: str) -> None:
         """Starts the daemon, the first or the next, and waits until it serves."""
-        self.config.write_text(self._config_text())
+        self.write_config(self.config, self.settings)
         with self.log.open("ab") as log:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-m", "tsliced", "--config", str(self.config)],
@@ -206,9 +214,10 @@ class Host:
                 stdout=log,
                 stderr=log,
             )
-        until(self._serves, "the daemon serves")
+        until(self.serves, "the daemon serves")
 
-    def _serves(self) -> bool:
+    def serves(self) -> bool:
+        """Whether the daemon answers; it must not have ended."""
         assert self.daemon is not None
         status = self.daemon.poll()
         assert status is None, f"the daemon ended with status {status}:\n{self.log.read_text()}"
@@ -231,7 +240,8 @@ class Host:
         self.daemon.wait(LIMIT_S)
         self.daemon = None
 
-    def _config_text(self) -> str:
+    def write_config(self, path: Path, settings: Settings) -> Path:
+        """Writes the configuration of this host's daemon, with some settings changed."""
         sections: dict[str, dict[str, object]] = {
             "daemon": {
                 "socket": str(self.socket),
@@ -242,17 +252,18 @@ class Host:
                 "log_level": "debug",
             }
         }
-        has_groups = any(name.startswith("groups.") for name in self.settings)
+        has_groups = any(name.startswith("groups.") for name in settings)
         for name, values in DEFAULTS.items():
             if not (has_groups and name.startswith("groups.")):
                 sections[name] = dict(values)
-        for name, values in self.settings.items():
+        for name, values in settings.items():
             sections.setdefault(name, {}).update(values)
         # A basic string of TOML is written as JSON writes one.
         lines: list[str] = []
         for name, section in sections.items():
             lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
-        return "\n".join([*lines, ""])
+        path.write_text("\n".join([*lines, ""]))
+        return path
 
     # --- what the daemon says -----------------------------------------------------------------
 

@@ -44,3 +44,10 @@ class BlindNoopBackend(NoopBackend):
     """The same, and says that NVML would not show it."""
 
     seen_by_nvml = False
+
+
+class BrokenBackend(NoopBackend):
+    """Breaks a promise that the daemon relies on."""
+
+    def prepare(self, process: ProcessId) -> None:
+        raise RuntimeError(f"not for process {process.pid}")

@@ -103,7 +103,10 @@ def test_without_host_memory_nothing_is_touched_and_both_numbers_are_named(
         host.rank("b").do("acquire", groups="g1", timeout=1)
     assert host.operations() == []
     assert host.used_bytes() >= 8 << 20
-    assert rank.do("acquire", groups="g1", timeout=5)["restored"] is False
+    # It could never make room for anybody, so it is not let in again either.
+    with pytest.raises(RankError, match=r"could not be parked.*[\d,]+ MiB needed") as refused:
+        rank.do("acquire", groups="g1", timeout=5)
+    assert refused.value.code == "no_host_memory"
 
 
 def test_a_driver_that_does_not_come_back_holds_up_its_own_group_only(make_host: MakeHost) -> None:

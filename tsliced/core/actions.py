@@ -319,9 +319,13 @@ class FreeMemory:
 
 @value
 class SettleHostMemory:
-    """The tenancy is parked: what was reserved is now real memory of its ranks."""
+    """Say whether what is reserved for a tenancy is in use: it is real memory once it is parked.
+
+    When it has come back, the driver has given the memory up, and it is promised again.
+    """
 
     tenancy: TenancyKey
+    parked: bool
 
 
 @value

@@ -21,6 +21,7 @@ from tsliced.core.model import (
     Reason,
     RequestId,
     SessionId,
+    TenancyKey,
 )
 from tsliced.core.value import value
 
@@ -155,6 +156,14 @@ class MemoryReserved:
 
 
 @value
+class HostMemoryPromised:
+    """Host memory was promised to a tenancy's next snapshot, or could not be."""
+
+    tenancy: TenancyKey
+    failure: Reason | None = None
+
+
+@value
 class HooksRun:
     """`RunHooks` ended."""
 
@@ -215,6 +224,7 @@ Event: TypeAlias = (
     | GroupsObserved
     | GroupsScanned
     | MemoryReserved
+    | HostMemoryPromised
     | HooksRun
     | OperationFinished
     | NumbersReserved

@@ -176,9 +176,13 @@ class Leasing(Granting):
         if (reason := self.faults.get(session.job)) is not None:
             return "job_faulted", f"{reason}; end its processes, or clear the fault"
         for key in self.tenancies.by_job.get(session.job, ()):
-            pinned = self.tenancies.all[key].coordinator.pinned
-            if pinned is not None and not set(groups).isdisjoint(key.groups):
+            tenancy = self.tenancies.all[key]
+            pinned, shortage = tenancy.coordinator.pinned, tenancy.participant.shortage
+            if (pinned or shortage) is None or set(groups).isdisjoint(key.groups):
+                continue
+            if pinned is not None:
                 return "pinned", f"this job cannot be moved off its devices: {pinned}"
+            return "no_host_memory", f"this job could not be parked when others wait: {shortage}"
         return None
 
     def _ask(

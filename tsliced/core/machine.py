@@ -44,6 +44,7 @@ from tsliced.core.events import (
     GroupsObserved,
     GroupsScanned,
     HooksRun,
+    HostMemoryPromised,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
@@ -199,6 +200,8 @@ class Machine:
                 leasing.out += tenancies.on_scanned(event, now=now)
             case MemoryReserved() | HooksRun():
                 leasing.out += tenancies.on_step(event, now=now)
+            case HostMemoryPromised():
+                tenancies.on_promised(event)
             case GroupsObserved(found=found):
                 leasing.out += tenancies.observe(found)
             case RankRegistered(found=found, groups=groups):

@@ -95,6 +95,8 @@ class Participant:
     quiesced: bool = False
     #: It has left its devices, or never was there: who is on them now is not known.
     away: bool = True
+    #: Why its ranks could not be snapshotted if somebody waited for their devices.
+    shortage: Reason | None = None
     _failure: Reason | None = None
     _done: set[Step] = field(default_factory=set)
     _scans: int = 0
@@ -114,6 +116,9 @@ class Participant:
         self.order, self.answer = order, None
         # What is to be frozen is on its devices, and goes back to where it was.
         self.away = self.away and order.goal is not Goal.FROZEN
+        if order.goal is Goal.FROZEN:
+            # What was promised is asked for once more: others may have taken it unasked.
+            self._reserved.clear()
         self._done.clear()
         self._scans = 0
         return self._drive(now)
@@ -259,7 +264,7 @@ class Participant:
             return self._start_disjoint(frozen, Verb.SNAPSHOT, now)
         if Step.RESCAN not in self._done:
             return [self._scan(order, Step.RESCAN)]
-        settle = SettleHostMemory(tenancy=self.tenancy)
+        settle = SettleHostMemory(tenancy=self.tenancy, parked=True)
         free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
         return [settle, free, *self._give_answer(order)]
 
@@ -281,8 +286,9 @@ class Participant:
         if self.owes_resume:
             return [self._run_hooks(order, quiesce=False)]
         self.quiesced = False
+        settle = SettleHostMemory(tenancy=self.tenancy, parked=False)
         free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
-        return [free, *self._give_answer(order)]
+        return [settle, free, *self._give_answer(order)]
 
     def _start_disjoint(self, ranks: list[Rank], verb: Verb, now: float) -> list[Effect]:
         """Start `verb` on as many of the ranks as share no device with another."""

@@ -26,7 +26,13 @@ from tsliced.core.actions import (
     WatchProcess,
 )
 from tsliced.core.coordinator import Coordinator, Place
-from tsliced.core.events import GroupsScanned, HooksRun, MemoryReserved, OperationFinished
+from tsliced.core.events import (
+    GroupsScanned,
+    HooksRun,
+    HostMemoryPromised,
+    MemoryReserved,
+    OperationFinished,
+)
 from tsliced.core.model import (
     Cause,
     CoreLimits,
@@ -438,6 +444,11 @@ class Tenancies:
             rank = self.all[key].participant.ranks[process.process]
             if rank.state is not RankState.PARKED or process.device_bytes:
                 yield replace(process, job=key.job)
+
+    def on_promised(self, event: HostMemoryPromised) -> None:
+        """Know whether a tenancy could be parked; its job's next acquire depends on it."""
+        if (tenancy := self.all.get(event.tenancy)) is not None:
+            tenancy.participant.shortage = event.failure
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Hand a step's result to its tenancy."""

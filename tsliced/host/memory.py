@@ -215,6 +215,11 @@ class _Ledger(Generic[Part]):
         """Mark bytes as given back and promised again, so that nobody else is promised them."""
         self._mark(key, part, is_settled=False)
 
+    def reserved(self, key: Hashable) -> dict[Part, int]:
+        """Return what a key has reserved, settled or not, in bytes by part."""
+        with self._lock:
+            return {part: entry.bytes for part, entry in self._entries.get(key, {}).items()}
+
     def promised(self) -> dict[str, int]:
         """Return the bytes that are promised and not yet in use, by place."""
         with self._lock:

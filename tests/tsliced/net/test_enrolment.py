@@ -14,7 +14,7 @@ from in_process import D1, D2, GROUPS, LIMIT_S, MIB, Inside, inside, job, proces
 
 from libtimeslice.protocol import Attach, Message, Register
 from tsliced.config import GroupSettings
-from tsliced.core.model import ProcessId
+from tsliced.core.model import JobKey, ProcessId
 from tsliced.host.backends.base import BackendError
 from tsliced.host.devices import DeviceError
 from tsliced.host.processes import identify
@@ -31,6 +31,7 @@ def enrol(
     *,
     peer: Peer | None = None,
     users: tuple[str, ...] = (),
+    of: JobKey | None = None,
     prepare: Callable[[Inside], object] = lambda _daemon: None,
     then: Callable[[Inside], Awaitable[object]] | None = None,
 ) -> Message:
@@ -45,7 +46,7 @@ def enrol(
             prepare(daemon)
             assert ME is not None
             who = peer or Peer(process=ME, uid=os.getuid())
-            answer = await enrolment.enrol(who, job("a"), request)
+            answer = await enrolment.enrol(who, of or job("a"), request)
             if then is not None:
                 await then(daemon)
             return answer
@@ -167,8 +168,9 @@ def test_more_processes_than_are_kept_are_refused_g9(tmp_path: Path) -> None:
     assert code == "would_exceed_limit"
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may lease every group")
-def test_who_may_lease_no_group_is_told_that_there_is_none(tmp_path: Path) -> None:
+def test_a_job_that_may_lease_no_group_is_told_that_there_is_none_g10(tmp_path: Path) -> None:
+    theirs = JobKey("", os.getuid() + 12345, "a")
     request = Attach(id=1, pid=os.getpid(), groups=("g1",))
-    _, message = error(enrol(tmp_path, request, users=("somebody-else",)))
+    code, message = error(enrol(tmp_path, request, users=("somebody-else",), of=theirs))
+    assert code == "unknown_group"
     assert "there are: none" in message
