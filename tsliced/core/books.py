@@ -225,14 +225,14 @@ class Books:
     def note_queued(self, lease: Lease) -> None:
         """Note that a lease has to wait."""
         round_ = self.rounds[lease.round]
-        facts = {**_facts(lease, round_), "round": round_.state.value}
+        facts = {**self._facts(lease), "round": round_.state.value}
         self.out.append(Note(kind="queued", level="info", facts=facts))
 
     def note_granted(self, lease: Lease) -> None:
         """Note that a lease is held."""
         round_ = self.rounds[lease.round]
         facts = {
-            **_facts(lease, round_),
+            **self._facts(lease),
             "token": lease.tokens[0][1].as_int(),
             "phase": lease.phase or None,
             "waited_s": lease.granted_at - lease.asked_at,
@@ -243,19 +243,22 @@ class Books:
 
     def note_released(self, lease: Lease, code: str, now: float) -> None:
         """Note that a lease is held no longer."""
-        round_ = self.rounds[lease.round]
-        facts = {**_facts(lease, round_), "held_s": now - lease.granted_at, "cause": code}
+        facts = {**self._facts(lease), "held_s": now - lease.granted_at, "cause": code}
         self.out.append(Note(kind="released", level=_level(lease), facts=facts))
+
+    def _facts(self, lease: Lease) -> dict[str, str | int | float | bool | None]:
+        groups = lease.groups[0] if len(lease.groups) == 1 else ",".join(lease.groups)
+        return {
+            "job": self.sessions[lease.session].job_name,
+            "groups": groups,
+            "lease": lease.id,
+        }
 
 
 def _strike(index: dict[K, dict[SessionId, None]], key: K, session: SessionId) -> None:
     del index[key][session]
     if not index[key]:
         del index[key]
-
-
-def _facts(lease: Lease, round_: Round) -> dict[str, str | int | float | bool | None]:
-    return {"job": str(round_.job), "groups": ",".join(lease.groups), "lease": lease.id}
 
 
 def _level(lease: Lease) -> str:

@@ -110,7 +110,8 @@ class Granting(Books):
             round_.state, round_.switch_began_at = RoundState.MOVING, now
         if round_.state in (RoundState.MOVING, RoundState.GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
-            settled = self.tenancies.settled(round_.job, round_.groups)
+            at_fault = round_.job in self.faults
+            settled = not at_fault and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
             round_.state = RoundState.GRANTING if clear else RoundState.MOVING
         if round_.state is RoundState.GRANTING:
@@ -260,13 +261,15 @@ class Granting(Books):
             for group in round_.groups:
                 self._leave(self.arbiters[group], round_)
         for key in self.tenancies.by_job.get(round_.job, ()):
-            self.todo.extend(self.tenancies.all[key].beyond)
-        self.tidy(round_.job)
+            if beyond := self.tenancies.all[key].participant.beyond:
+                self.todo.extend(beyond)
+        if round_.state is not RoundState.HELD or round_.job not in self.by_job:
+            self.tidy(round_.job)
 
     def _leave(self, arbiter: Arbiter, round_: Round) -> None:
         waiters = len(arbiter.queue)
         arbiter.leave(round_.id)
-        if arbiter.chosen is None:
+        if arbiter.chosen is None and waiters:
             self.todo.append(arbiter.name)
         elif waiters and not arbiter.queue:
             self.tell_contended(arbiter.name)

@@ -223,10 +223,18 @@ class Machine:
 
     def _settle(self, now: float) -> None:
         """Deliver what coordinators had to say, then bring the clocks up to date."""
-        tenancies = self.tenancies
-        self.leasing.work_off(now)
+        tenancies, leasing = self.tenancies, self.leasing
+        if leasing.todo or leasing.vacated:
+            leasing.work_off(now)
         while tenancies.signals:
-            self.leasing.on_outcome(tenancies.signals.popleft(), now)
+            leasing.on_outcome(tenancies.signals.popleft(), now)
+        if tenancies.touched:
+            self._set_barriers()
+        if self.numbers.low and (ask := self.numbers.ask()) is not None:
+            leasing.out.append(ask)
+
+    def _set_barriers(self) -> None:
+        tenancies = self.tenancies
         for key in tenancies.touched:
             timer = TimerKey(TimerKind.BARRIER, key)
             tenancy = tenancies.all.get(key)
@@ -235,8 +243,6 @@ class Machine:
             elif self.timers.get(timer) != tenancy.coordinator.deadline:
                 self.timers.set(timer, tenancy.coordinator.deadline)
         tenancies.touched.clear()
-        if self.numbers.low and (ask := self.numbers.ask()) is not None:
-            self.leasing.out.append(ask)
 
     def _effects(self, out: list[Effect], *, add_unwritten: bool) -> Effects:
         records: list[Record] = []

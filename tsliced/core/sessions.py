@@ -90,9 +90,14 @@ class Session:
     hooks: bool = False
     agent: bool = False
     connected: bool = True
+    #: As the history has it.
+    job_name: str = field(init=False)
     leases: dict[RequestId, Lease] = field(default_factory=dict)
     #: Answers to requests that are over, the latest `max_answers` of them.
     ended: dict[LeaseId, LeaseEndedRecord] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.job_name = str(self.job)
 
     def record(self) -> SessionRecord:
         """Return what must be kept of this session."""

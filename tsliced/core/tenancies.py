@@ -216,7 +216,7 @@ class Tenancies:
 
     def alone_on(self, group: GroupName, job: JobKey) -> bool:
         """Whether nobody but the job is on the group's devices."""
-        return not any(key.job != job and self.all[key].resident for key in self.by_group[group])
+        return all(key.job == job or not self.all[key].resident for key in self.by_group[group])
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
         """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
@@ -226,7 +226,8 @@ class Tenancies:
         for group in groups:
             for key in self.by_group[group]:
                 other = self.all[key]
-                if other is not own and other.resident:
+                # Another one of the job is here because a rank of it binds the groups.
+                if other is not own and (key.job == job or other.resident):
                     return False
         return True
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from typing import Any
+from typing import Any, cast
 
 from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
 from libtimeslice.protocol import (
@@ -322,7 +322,7 @@ class Server:
             AcquireRequested(
                 session=client.session,
                 request=RequestId(request.id),
-                groups=tuple(map(GroupName, groups)),
+                groups=cast("tuple[GroupName, ...]", groups),
                 phase=request.phase or "",
                 ranks=request.ranks or 1,
                 arrival=Arrival.FIRST if request.arrive == "first" else Arrival.ALL,

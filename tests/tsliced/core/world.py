@@ -181,6 +181,8 @@ class World:
     journal: dict[tuple[object, ...], Record] = field(default_factory=dict)
     durable_ceiling: int = 0
     pending: list[Action] = field(default_factory=list)
+    #: Long actions that have ended.
+    over: list[Action] = field(default_factory=list)
     #: What clients and watchers have sent and the daemon has not read.
     inbox: deque[Event] = field(default_factory=deque)
     #: Everything that was done, but for pending ones, which come when they end.
@@ -304,6 +306,7 @@ class World:
 
     def result(self, action: Action) -> Event:
         """Carry a long action out in the simulated world, and return how it ended."""
+        self.over.append(action)
         match action:
             case StartOperation():
                 return self._operate(action)
@@ -601,6 +604,10 @@ class World:
     def all_of(self, kind: type[A]) -> list[A]:
         """Return everything of a kind that was done."""
         return [action for action in self.done if isinstance(action, kind)]
+
+    def ended(self, kind: type[A]) -> list[A]:
+        """Return every long action of a kind that has ended."""
+        return [action for action in self.over if isinstance(action, kind)]
 
     def grants(self) -> list[Grant]:
         """Return all grants that were sent."""
