@@ -19,7 +19,7 @@ from libtimeslice.errors import (
     TimeSliceError,
     error_from,
 )
-from libtimeslice.protocol import MAX_FIELDS, MAX_TEXT, MAX_TIMEOUT_S, Message
+from libtimeslice.protocol import MAX_FIELD_TEXT, MAX_FIELDS, MAX_TIMEOUT_S, Message
 from libtimeslice.session import Arrive, Ask, Grant, Session
 
 logger = logging.getLogger("libtimeslice")
@@ -290,8 +290,8 @@ def _plain(name: str, value: object) -> Field:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # more than one element
             value = item()
     if isinstance(value, str):
-        if len(value) > MAX_TEXT:
-            raise ValueError(f"{name} has {len(value)} characters; {MAX_TEXT} is the limit")
+        if len(value) > MAX_FIELD_TEXT:
+            raise ValueError(f"{name} has {len(value)} characters; {MAX_FIELD_TEXT} is the limit")
         return str(value)
     if isinstance(value, bool):
         return value

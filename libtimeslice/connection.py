@@ -88,7 +88,9 @@ class Connection:
     def open(
         cls, path: str, *, role: str = "tool", job: str | None = None, limit_s: float = 10.0
     ) -> Connection:
-        """Connects to a daemon for single questions: no reconnect, no lease survives its end.
+        """Connects to a daemon for single questions; it does not reconnect.
+
+        With another role than "tool" its session outlives it by the daemon's grace.
 
         Raises DaemonUnreachable within `limit_s` seconds, or what the daemon answers to the hello.
         """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from libtimeslice import accelerator
 from libtimeslice.base import logger
 from libtimeslice.environment import Mode, Settings
-from libtimeslice.errors import TimeSliceError
+from libtimeslice.errors import DaemonUnreachable, TimeSliceError
 from libtimeslice.session import Ask
 
 if TYPE_CHECKING:
@@ -73,9 +73,25 @@ def leave() -> None:
         if client not in holders:
             client.close_now()
     if on_devices and not holders:
-        for settings, ask in list(_last_asks.values()):
-            _take_last_turn(settings, ask)
+        _take_last_turns()
     _last_turns.extend(holders)
+
+
+def _take_last_turns() -> None:
+    for settings, ask in list(_last_asks.values()):
+        if not _may_take_last_turn(settings, ask):
+            # That took its time; a process that leaves does not wait for daemon after daemon.
+            return
+
+
+def _may_take_last_turn(settings: Settings, ask: Ask) -> bool:
+    """Tries, and returns whether its daemon could be reached."""
+    try:
+        _take_last_turn(settings, ask)
+    except (TimeSliceError, KeyboardInterrupt) as error:
+        logger.warning("no last turn, so that leaving may block in the driver: %s", error)
+        return not isinstance(error, DaemonUnreachable)
+    return True
 
 
 def _take_last_turn(settings: Settings, ask: Ask) -> None:
@@ -87,10 +103,7 @@ def _take_last_turn(settings: Settings, ask: Ask) -> None:
     logger.info("leaving: waiting up to %g s for a last turn on the devices", limit_s)
     # Alone, not as a round: the other ranks may be gone, or have much to do.
     alone = dataclasses.replace(ask, ranks=None, timeout_s=limit_s)
-    try:
-        client._acquire(alone)
-    except (TimeSliceError, KeyboardInterrupt) as error:
-        logger.warning("no last turn, so that leaving may block in the driver: %s", error)
+    client._acquire(alone)
 
 
 def _start_afresh_in_child() -> None:

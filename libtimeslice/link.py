@@ -141,7 +141,9 @@ def make_blocking(sock: socket.socket) -> None:
 def _shake_hands(sock: socket.socket, path: str, hello: Message, deadline: float) -> Link:
     _limit(sock, deadline)
     sock.connect(path)
-    sock.sendall(encode(hello))
+    # A daemon that has no room says so without reading the hello.
+    with contextlib.suppress(BrokenPipeError):
+        sock.sendall(encode(hello))
     reader = FrameReader()
     messages: list[Message] = []
     while not messages:

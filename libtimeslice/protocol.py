@@ -40,6 +40,8 @@ MAX_TEXT = 1024
 MAX_SECRET = 256
 MAX_CAPS = 64
 MAX_FIELDS = 64
+#: Characters in a string that a job reports of itself; a history keeps thousands of them.
+MAX_FIELD_TEXT = 256
 MAX_RANKS = 1 << 20
 MAX_EVENTS = 10_000
 #: Longest time-out that may be asked for, in seconds (about 31 years); use null for "no limit".
@@ -471,8 +473,8 @@ def _parse_progress(message: Message) -> Progress:
     for name, value in fields.items():
         if not _is_name(name):
             _refuse(message, "fields", f"must have names of 1 to {MAX_NAME} printable characters")
-        if isinstance(value, str) and len(value) > MAX_TEXT:
-            _refuse(message, "fields", f"has a string of more than {MAX_TEXT} characters")
+        if isinstance(value, str) and len(value) > MAX_FIELD_TEXT:
+            _refuse(message, "fields", f"has a string of more than {MAX_FIELD_TEXT} characters")
         if not isinstance(value, (bool, int, float, str)):
             _refuse(message, "fields", "must have values that are numbers, strings or booleans")
     return Progress(fields=fields)

@@ -58,6 +58,11 @@ def until(condition: Callable[[], Found], what: str, limit_s: float = LIMIT_S) -
     return found
 
 
+def path_with(directory: Path) -> str:
+    """Returns a PYTHONPATH that begins with a directory."""
+    return os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+
+
 def resident_bytes(pid: int) -> int:
     """Returns the anonymous memory of a process that is resident."""
     with open(f"/proc/{pid}/status") as file:
@@ -210,7 +215,7 @@ class Host:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-m", "tsliced", "--config", str(self.config)],
                 # Backends of the tests lie here.
-                env=self.variables(PYTHONPATH=str(HERE), **environment),
+                env=self.variables(PYTHONPATH=path_with(HERE), **environment),
                 stdout=log,
                 stderr=log,
             )

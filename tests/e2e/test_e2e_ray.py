@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import HERE, MIB, Host, Rank, until
+from harness import HERE, MIB, Host, Rank, path_with, until
 
 LIMIT_S = 90.0
 ACTORS = 2
@@ -29,7 +29,7 @@ def experiments(host: Host) -> Iterator[list[Rank]]:
             told=name == "e2",
             RAY_ROOT=str(host.directory / "ray"),
             RAY_USAGE_STATS_ENABLED="0",
-            PYTHONPATH=str(HERE),
+            PYTHONPATH=path_with(HERE),
         )
         for name in ("e1", "e2")
     ]

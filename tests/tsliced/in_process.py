@@ -81,6 +81,12 @@ def process_of(name: str) -> Iterator[ProcessId]:
     """A process whose environment says to which job it belongs."""
     sleeper = subprocess.Popen(["sleep", "600"], env={**os.environ, "TSLICE_JOB_ID": name})
     try:
+        # Popen comes back when the kernel has begun to make it another program.
+        environ = Path(f"/proc/{sleeper.pid}/environ")
+        end = time.monotonic() + LIMIT_S
+        while f"TSLICE_JOB_ID={name}".encode() not in environ.read_bytes():
+            assert time.monotonic() < end, "sleep did not start"
+            time.sleep(0.001)
         process = identify(sleeper.pid)
         assert process is not None
         yield process

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import LIMIT_S, Host, Settings, until
+from harness import HERE, LIMIT_S, Host, Settings, path_with, until
 
 EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT, EX_CONFIG = 69, 70, 73, 78
 
@@ -29,7 +29,7 @@ def run(host: Host, settings: Settings | None = None) -> subprocess.CompletedPro
     config = host.write_config(host.directory / "other.toml", settings or {})
     return subprocess.run(
         [sys.executable, "-m", "tsliced", "--config", str(config)],
-        env=host.variables(PYTHONPATH=str(Path(__file__).parents[1] / "e2e")),
+        env=host.variables(PYTHONPATH=path_with(HERE)),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -121,6 +121,9 @@ class Leasing(Granting):
                     # The one that all others waited for may be the one that is gone.
                     round_.lost = gang.lost
                     self.take_place(round_, now)
+                if round_.state is RoundState.GATHERING:
+                    for lease in round_.members.values():
+                        self.keep_lease(lease)
         if not of_job:
             self.gangs.pop(session.job, None)
 
@@ -234,7 +237,7 @@ class Leasing(Granting):
     ) -> Round:
         gang: Gang | None = None
         if ranks > 1:
-            gang = self.gangs.setdefault(session.job, {}).setdefault(groups, Gang())
+            gang = self._gang(session.job, groups)
             gang.join(session.id, ranks)
             for round_ in self._live(gang):
                 if round_.may_join(session.id):
@@ -257,15 +260,20 @@ class Leasing(Granting):
 
     def regain_gang(self, round_: Round) -> None:
         """After a restart: know again who asks together."""
-        gang = self.gangs.setdefault(round_.job, {}).setdefault(round_.groups, Gang())
+        gang = self._gang(round_.job, round_.groups)
         gang.lost = max(gang.lost, round_.lost)
         if round_.id not in gang.rounds:
             gang.rounds.append(round_.id)
             gang.rounds.sort()
-        # Who has asked before is not kept, so any session of the job may be one of them.
-        for session_id in self.by_job[round_.job]:
-            if not self.sessions[session_id].agent:
-                gang.sessions.add(session_id)
+
+    def _gang(self, job: JobKey, groups: tuple[GroupName, ...]) -> Gang:
+        of_job = self.gangs.setdefault(job, {})
+        if (gang := of_job.get(groups)) is None:
+            gang = of_job[groups] = Gang()
+            # Of those that a restart took back any may have asked before, and would be waited for.
+            of_the_job = (self.sessions[session_id] for session_id in self.by_job[job])
+            gang.sessions.update(s.id for s in of_the_job if s.regained and not s.agent)
+        return gang
 
     def on_release(self, event: ReleaseRequested, now: float) -> None:
         """Let a session give a lease back."""

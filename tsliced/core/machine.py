@@ -366,6 +366,11 @@ class Machine:
                     self.leasing.revoke_unwritten(lease, event.failure, now)
                 case StartOperation(verb=Verb.FREEZE | Verb.SNAPSHOT):
                     self._fail_operation(action, event.failure, now)
+                case ScanGroups(tenancy=key) | ReserveDeviceMemory(tenancy=key) if (
+                    self.tenancies.turns_back(key)
+                ):
+                    # A job that has to stay is not kept from running for it.
+                    self.leasing.out.append(action)
                 case ScanGroups(op=op):
                     scanned = GroupsScanned(op=op, failure=event.failure)
                     self.leasing.out += self.tenancies.on_scanned(scanned, now=now)

@@ -98,6 +98,7 @@ def _session(machine: Machine, record: SessionRecord, now: float) -> None:
             hooks=record.hooks,
             agent=record.agent,
             connected=False,
+            regained=True,
         )
     )
     machine.leasing.await_return(record.session, now)

@@ -90,6 +90,8 @@ class Session:
     hooks: bool = False
     agent: bool = False
     connected: bool = True
+    #: Taken back from the journal, which does not say whether it has asked together with others.
+    regained: bool = False
     #: As the history has it.
     job_name: str = field(init=False)
     leases: dict[RequestId, Lease] = field(default_factory=dict)

@@ -366,6 +366,10 @@ class Tenancies:
         """Return a tenancy's ranks."""
         return self.all[key].participant.ranks.values()
 
+    def turns_back(self, key: TenancyKey) -> bool:
+        """Whether a tenancy is on its way back to where it was."""
+        return self.all[key].coordinator.place is Place.TURNING_BACK
+
     def holds_still(self, process: ProcessId) -> bool:
         """Whether a process is a rank that we keep from running."""
         key = self.home.get(process)

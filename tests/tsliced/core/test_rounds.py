@@ -14,7 +14,12 @@ S1, S2, S3 = SessionId("s1"), SessionId("s2"), SessionId("s3")
 
 def round_of(ranks: int, *members: SessionId, arrival: Arrival = Arrival.ALL) -> Round:
     made = Round(
-        id=RoundId(1), job=job("a"), groups=(G1,), ranks=ranks, arrival=arrival, asked_at=0.0
+        id=RoundId(1),
+        job=job("a"),
+        groups=(G1,),
+        ranks=ranks,
+        arrival=arrival,
+        asked_at=0.0,
     )
     for session in members:
         lease = Lease(

@@ -1,0 +1,402 @@
+"""The core of one host behind one `handle`: clocks, alarms and a journal that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+from world import D1, D2, G1, G2, HOST, LIMITS, World, failure, job
+
+from tsliced.core.actions import (
+    ConfirmRelease,
+    Effects,
+    EndSession,
+    Grant,
+    Note,
+    ReserveDeviceMemory,
+    ReserveHostMemory,
+    ReserveNumbers,
+    RunHooks,
+    ScanGroups,
+    SessionEndedRecord,
+    StartOperation,
+    TellStalled,
+)
+from tsliced.core.events import AcquireRequested, RecordsFailed, Started, TimePassed
+from tsliced.core.machine import Machine, MachineConfig
+from tsliced.core.model import (
+    Cause,
+    LeaseId,
+    OpId,
+    ProcessId,
+    RankState,
+    RequestId,
+    RoundId,
+    SessionId,
+    TenancyKey,
+    Verb,
+)
+from tsliced.core.timers import TimerKey, TimerKind
+
+A, B = job("a"), job("b")
+RUNNING, PARKED = RankState.RUNNING, RankState.PARKED
+BROKEN = failure(Cause.JOURNAL)
+
+
+def resident(world: World) -> tuple[SessionId, ProcessId]:
+    session = world.session(A)
+    lease = world.acquire(session)
+    rank = world.context(A, D1)
+    world.look()
+    world.release(lease)
+    return session, rank
+
+
+def test_nothing_is_due_and_nothing_is_done_before_anything_happens() -> None:
+    config = MachineConfig(
+        host=HOST, groups=World().groups, limits=LIMITS, generation=1, ceiling=100
+    )
+    machine = Machine(config, random=Random(0))
+    assert machine.deadline is None
+    assert machine.handle(Started(), now=0.0) == Effects(actions=(ReserveNumbers(ceiling=108),))
+    assert machine.handle(TimePassed(), now=5.0) == Effects()
+
+
+def test_the_same_events_have_the_same_effects() -> None:
+    def live() -> list[object]:
+        world = World(seed=5)
+        seen: list[object] = []
+        world.watch = seen.append
+        world.verdict = lambda verb, process: (
+            failure(Cause.FREEZE_TIMEOUT, process.id) if world.now < 3 else None
+        )
+        _, rank = resident(world)
+        world.acquire(world.session(B), G1, G2)
+        world.pass_time(60.0)
+        world.die(rank)
+        return seen
+
+    assert live() == live()
+
+
+def test_the_story_has_the_latest_events() -> None:
+    world = World(limits=dataclasses.replace(LIMITS, story=2))
+    world.session(A)
+    world.pass_time(1.0)
+    world.look()
+    assert [type(event).__name__ for _, event in world.machine.story] == [
+        "SessionOpened",
+        "GroupsObserved",
+    ]
+
+
+def test_only_full_checks_look_at_everything_after_each_event() -> None:
+    world = World()
+    world.acquire(world.session(A))
+    world.machine.leasing.rounds.clear()
+    with pytest.raises(AssertionError):
+        world.look()
+    world.machine._full_checks = False
+    world.look()
+
+
+def test_what_can_be_asked_of_it_from_outside() -> None:
+    world = World()
+    session, rank = resident(world)
+    assert [known.id.process for known in world.machine.ranks()] == [rank]
+    assert not world.machine.any_moving()
+    world.auto = False
+    waiter = world.acquire(world.session(B))
+    assert world.machine.any_moving()
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    assert world.machine.any_moving()
+    world.run()
+    assert world.held(waiter)
+    assert not world.machine.any_moving()
+    assert session
+
+
+# --- the alarm ------------------------------------------------------------------------------------
+
+
+def test_a_call_that_does_not_come_back_is_named_and_nothing_is_cut_off() -> None:
+    world = World()
+    _, rank = resident(world)
+    world.auto = False
+    waiter = world.acquire(world.session(B))
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    world.processes[rank].device_bytes = 100
+    world.pass_time(LIMITS.stuck_base_s + 1.0)
+    (note,) = world.notes("stuck")
+    assert note.level == "error"
+    assert {key: note.facts[key] for key in ("job", "groups", "rank", "verb")} == {
+        "job": "1000/a",
+        "groups": "g1",
+        "rank": f"n1:{rank.pid}",
+        "verb": "snapshot",
+    }
+    assert list(world.machine.stuck.values()) == [note]
+    other = world.acquire(world.session(B), G2)
+    world.auto = True
+    world.run()
+    assert world.held(other)
+    assert world.held(waiter)
+    (over,) = world.notes("unstuck")
+    assert over.facts == {**note.facts, "reason": "it ended"}
+    assert not world.machine.stuck
+
+
+def test_a_call_that_moves_much_may_take_longer() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session)
+    rank = world.context(A, D1)
+    world.processes[rank].device_bytes = int(100 * LIMITS.stuck_bytes_per_s)
+    world.look()
+    world.release(lease)
+    world.auto = False
+    world.acquire(world.session(B))
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    world.pass_time(LIMITS.stuck_base_s + 99.0)
+    assert not world.notes("stuck")
+    world.pass_time(2.0)
+    assert world.notes("stuck")
+
+
+# --- a journal that cannot be written -------------------------------------------------------------
+
+
+def test_g2_a_grant_that_cannot_be_written_is_not_sent() -> None:
+    world = World()
+    session = world.session(A)
+    world.release(world.acquire(session))
+    granted = len(world.grants())
+    world.journal_broken = BROKEN
+    lease = world.acquire(session)
+    assert len(world.grants()) == granted
+    assert world.code(lease) == "unavailable"
+    assert world.refusals()[0].text == "the daemon cannot write its journal: simulated journal"
+    assert not world.machine.leasing.leases
+    world.journal_broken = None
+    assert world.held(world.acquire(session))
+
+
+def test_a_grant_that_is_told_again_beside_records_that_fail_is_told() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session, request=7)
+    machine, now = world.machine, world.now
+    again = machine.handle(
+        AcquireRequested(session=session, request=RequestId(7), groups=(G1,)), now=now
+    )
+    effects = machine.handle(
+        RecordsFailed(
+            records=(SessionEndedRecord(session=SessionId("x")),),
+            actions=again.actions,
+            failure=BROKEN,
+        ),
+        now=now,
+    )
+    assert [type(action) for action in effects.actions] == [Grant]
+    assert world.held(lease)
+
+
+def test_no_rank_is_frozen_or_snapshotted_without_a_record_of_it() -> None:
+    for verb in (Verb.FREEZE, Verb.SNAPSHOT):
+        world = World()
+        _, rank = resident(world)
+        world.auto = False
+        waiter = world.acquire(world.session(B))
+        if verb is Verb.SNAPSHOT:
+            world.run_until(StartOperation, Verb.FREEZE)
+        else:
+            world.run_until(ScanGroups)
+        world.journal_broken = BROKEN
+        world.run()
+        assert (verb, rank.pid) not in [
+            (start.verb, start.rank.process.pid) for start in world.ended(StartOperation)
+        ]
+        world.journal_broken = None
+        world.auto = True
+        world.run()
+        world.pass_time(2 * LIMITS.retry_max_s)
+        assert world.held(waiter)
+
+
+def test_the_way_back_needs_no_record() -> None:
+    world = World()
+    _, rank = resident(world)
+    world.auto = False
+    world.acquire(world.session(B))
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    world.journal_broken = BROKEN
+    world.run()
+    assert world.state(rank) is RUNNING
+    assert (Verb.RESTORE, rank.pid) in [
+        (start.verb, start.rank.process.pid) for start in world.ended(StartOperation)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["scan", "memory", "hooks", "device memory"])
+def test_what_a_move_prepares_has_failed_when_that_cannot_be_written(kind: str) -> None:
+    world = World()
+    session, rank = resident(world)
+    extra = world.session(A, hooks=True)
+    if kind == "device memory":
+        lease = world.acquire(world.session(B))
+        world.journal_broken = BROKEN
+        world.release(lease)
+        waiter = world.acquire(session)
+        assert world.state(rank) is PARKED
+    else:
+        world.journal_broken = BROKEN
+        waiter = world.acquire(world.session(B))
+        assert world.state(rank) is RUNNING
+    assert not world.held(waiter)
+    world.journal_broken = None
+    world.pass_time(3 * LIMITS.retry_max_s)
+    assert world.held(waiter)
+    assert extra
+
+
+@pytest.mark.parametrize("action", ["memory", "quiesce", "device"])
+def test_steps_that_are_announced_beside_records_that_fail_have_failed(action: str) -> None:
+    world = World()
+    session, _ = resident(world)
+    if action == "quiesce":
+        world.session(A, hooks=True)
+    if action == "device":
+        other = world.acquire(world.session(B))
+        world.auto = False
+        world.acquire(session)
+        world.release(other)
+        world.run_until(ReserveDeviceMemory)
+    else:
+        world.auto = False
+        world.acquire(world.session(B))
+        world.run_until(RunHooks if action == "quiesce" else ReserveHostMemory)
+    pending = world.pending.pop()
+    world.feed(RecordsFailed(records=(), actions=(pending,), failure=BROKEN))
+    world.auto = True
+    world.run()
+    world.pass_time(2 * LIMITS.retry_max_s)
+    assert len(world.grants()) == (3 if action == "device" else 2)
+
+
+def test_answers_are_given_although_they_cannot_be_written_and_are_made_up_for() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session)
+    world.journal_broken = BROKEN
+    request = world.release(lease)
+    (answer,) = world.answers(request)
+    assert isinstance(answer, ConfirmRelease)
+    assert ("lease", lease) in world.journal
+    world.journal_broken = None
+    world.pass_time(LIMITS.retry_max_s)
+    assert ("lease", lease) not in world.journal
+    assert not world.machine.unwritten
+
+
+def test_what_was_not_written_goes_before_the_next_thing_that_is() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session)
+    world.journal_broken = BROKEN
+    world.close(session)
+    assert world.all_of(EndSession)
+    world.journal_broken = None
+    other = world.acquire(world.session(B))
+    world.restart()
+    assert world.held(other)
+    assert lease not in world.machine.leasing.leases
+    assert session not in world.machine.leasing.sessions
+
+
+def test_a_journal_that_stays_broken_is_tried_again_and_again() -> None:
+    world = World()
+    world.journal_broken = BROKEN
+    world.session(A)
+    world.pass_time(5 * LIMITS.retry_max_s)
+    assert world.machine.unwritten
+    assert world.machine.timers.get(TimerKey(TimerKind.JOURNAL, OpId(0))) is not None
+    world.journal_broken = None
+    world.pass_time(LIMITS.retry_max_s)
+    assert world.machine.deadline is None
+
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+
+def test_clocks_of_what_is_over_do_not_run() -> None:
+    world = World()
+    holder = world.acquire(world.session(A))
+    session = world.session(B)
+    world.release(world.acquire(world.session(B), G2, timeout_s=50.0))
+    world.acquire(session, timeout_s=50.0)
+    world.disconnect(session)
+    world.close(session)
+    world.release(holder)
+    assert world.machine.deadline is None
+
+
+def test_what_comes_due_together_with_the_end_of_its_owner_is_harmless() -> None:
+    world = World()
+    world.acquire(world.session(A))
+    session = world.session(B)
+    world.acquire(session, timeout_s=LIMITS.grace_s)
+    world.disconnect(session)
+    world.pass_time(LIMITS.grace_s)
+    assert world.machine.deadline is None
+    assert not world.machine.leasing.arbiters[G1].queue
+
+
+def test_a_pause_ends_with_its_round() -> None:
+    world = World()
+    _, rank = resident(world)
+    world.verdict = lambda verb, process: (
+        failure(Cause.FREEZE_TIMEOUT, process.id) if verb is Verb.FREEZE else None
+    )
+    waiter = world.acquire(world.session(B))
+    before = world.machine.deadline
+    world.cancel(waiter)
+    assert before is not None
+    assert world.state(rank) is RUNNING
+    assert world.machine.timers.deadline is None
+
+
+def test_a_clock_of_something_that_is_gone_is_harmless() -> None:
+    world = World()
+    leasing = world.machine.leasing
+    assert leasing.tenancies.on_barrier(TenancyKey(A, (G1,)), now=0.0) == []
+    leasing.on_retry_due(RoundId(99), 0.0)
+    leasing.on_acquire_due(LeaseId("gone"), 0.0)
+    leasing.on_confirm_due(LeaseId("gone"), 0.0)
+    leasing.on_grace_due(SessionId("gone"), 0.0)
+    assert leasing.out == []
+
+
+def test_a_stalled_round_is_told_each_new_reason() -> None:
+    world = World()
+    _, rank = resident(world)
+    causes = iter([Cause.FREEZE_TIMEOUT, Cause.DRIVER, Cause.DRIVER])
+    world.verdict = lambda verb, process: (
+        failure(next(causes), process.id) if verb is Verb.FREEZE else None
+    )
+    world.acquire(world.session(B))
+    world.pass_time(100.0)
+    told = [action.reason.cause for action in world.all_of(TellStalled)]
+    assert told == [Cause.FREEZE_TIMEOUT, Cause.DRIVER]
+    assert world.state(rank) is RUNNING
+
+
+def test_notes_are_complete_sentences_of_facts() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session, G1, G2)
+    world.context(A, D2)
+    world.release(lease)
+    for note in world.all_of(Note):
+        assert note.facts["job"] == "1000/a"
+        assert note.facts["groups"] == "g1,g2"
