@@ -121,6 +121,7 @@ _KINDS: Mapping[str, type[TimeSliceError]] = {
     "job_faulted": Refused,
     "pinned": Refused,
     "blocked": Refused,
+    "refused": Refused,
     "not_cuda": Refused,
     "no_such_process": Refused,
     "unknown_lease": LeaseLost,

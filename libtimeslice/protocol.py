@@ -67,6 +67,7 @@ class ErrorCode(str, Enum):
     JOB_FAULTED = "job_faulted"
     PINNED = "pinned"
     BLOCKED = "blocked"
+    REFUSED = "refused"
     NOT_CUDA = "not_cuda"
     NO_SUCH_PROCESS = "no_such_process"
     UNKNOWN_LEASE = "unknown_lease"

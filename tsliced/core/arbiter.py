@@ -9,6 +9,7 @@ Safety rule: at most one round has the group, and nobody is chosen while one has
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tsliced.core.model import GroupName, RoundId
 from tsliced.core.policy import FairnessBounds, Fifo, Policy, Waiter
@@ -54,9 +55,7 @@ class Arbiter:
         else:
             waiting = list(self.queue.values())
             chosen = self.bounds.choose(self.policy, self.name, waiting, now=now)
-            for waiter in waiting:
-                if waiter is chosen:
-                    break
+            for waiter in takewhile(lambda waiter: waiter is not chosen, waiting):
                 waiter.passed_over += 1
         del self.queue[chosen.round]
         self.chosen = chosen.round

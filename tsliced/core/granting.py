@@ -191,12 +191,12 @@ class Granting(Books):
             return coordinator.reason
         if coordinator.pinned is not None:
             return coordinator.pinned
-        for group in tenancy.key.groups:
+        for group in tenancy.reach:
             holder = self.chosen_for(group)
             if holder is None or holder.job != tenancy.key.job:
                 continue
             if holder.state is RoundState.HELD:
-                # It holds its own groups, and a process of it reaches beyond them.
+                # A process of it reaches from what its job holds to what others want.
                 text = f"it holds {group}, and a process of it has contexts elsewhere too"
                 rank = next(iter(tenancy.beyond.values()), None)
                 return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank)
@@ -261,8 +261,9 @@ class Granting(Books):
             for group in round_.groups:
                 self._leave(self.arbiters[group], round_)
         for key in self.tenancies.by_job.get(round_.job, ()):
-            if beyond := self.tenancies.all[key].participant.beyond:
-                self.todo.extend(beyond)
+            tenancy = self.tenancies.all[key]
+            if tenancy.participant.beyond:
+                self.todo.extend(tenancy.reach)
         if round_.state is not RoundState.HELD or round_.job not in self.by_job:
             self.tidy(round_.job)
 

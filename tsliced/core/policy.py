@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from tsliced.core.model import GroupName, JobKey, RoundId
@@ -60,10 +61,6 @@ class FairnessBounds:
         if now - first.asked_at >= self.max_wait_s or first.passed_over >= self.max_passed_over:
             return first
         chosen = policy.choose(group, queue, now=now)
-        # Whoever stands before the chosen one and has no more patience goes first.
-        for waiter in queue:
-            if waiter is chosen:
-                break
-            if waiter.passed_over >= self.max_passed_over:
-                return waiter
-        return chosen
+        before = takewhile(lambda waiter: waiter is not chosen, queue)
+        tired = (waiter for waiter in before if waiter.passed_over >= self.max_passed_over)
+        return next(tired, chosen)

@@ -37,6 +37,7 @@ class Chaos:
     seed: int
     faults: bool = True
     steps: int = 120
+    full_checks: bool = True
     random: Random = field(init=False)
     world: World = field(init=False)
     oracle: Oracle = field(init=False)
@@ -44,7 +45,7 @@ class Chaos:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.world = World(auto=False, seed=self.seed, limits=LIMITS)
+        self.world = World(auto=False, seed=self.seed, limits=LIMITS, full_checks=self.full_checks)
         self.oracle = Oracle(world=self.world, orderly=not self.faults)
         self.world.watch = self.oracle.watch
         if self.faults:
@@ -90,6 +91,7 @@ class Chaos:
         choices = usual + faults if self.faults else usual
         (act,) = self.random.choices([a for _, a in choices], [weight for weight, _ in choices])
         act()
+        self.oracle.judge_clocks()
 
     def _go_on(self) -> None:
         # Several, or the world would fill with beginnings.

@@ -6,6 +6,7 @@ the simulated processes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from world import World
@@ -13,6 +14,7 @@ from world import World
 from tsliced.core.actions import Action, Grant, Refuse, StartOperation
 from tsliced.core.events import AcquireRequested, Event
 from tsliced.core.model import GroupName, JobKey, LeaseId, RankState, Token, Verb
+from tsliced.core.timers import TimerKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +107,21 @@ class Oracle:
             assert not client.open, f"no answer to {client.open}"
         for process in self.world.processes.values():
             assert process.state is not RankState.FROZEN, f"{process} is frozen for good"
+
+    def judge_clocks(self) -> None:
+        """Judge that no clock outlives what it runs for."""
+        machine = self.world.machine
+        leasing, tenancies = machine.leasing, machine.tenancies
+        owners: dict[TimerKind, Collection[object]] = {
+            TimerKind.ACQUIRE: leasing.leases,
+            TimerKind.CONFIRM: leasing.leases,
+            TimerKind.GRACE: leasing.sessions,
+            TimerKind.RETRY: leasing.rounds,
+            TimerKind.BARRIER: tenancies.all,
+            TimerKind.STUCK: tenancies.operations,
+        }
+        for kind, owner in machine.timers._at:
+            assert kind not in owners or owner in owners[kind], f"a {kind} clock of {owner}"
 
     def judge_empty(self) -> None:
         """Judge a world that everybody has left: nothing of them is remembered."""

@@ -242,6 +242,15 @@ def test_an_agent_is_no_rank_of_a_round() -> None:
     assert world.waits(one)
 
 
+def test_the_death_of_a_session_of_another_gang_changes_nothing() -> None:
+    world = World()
+    first, second = gang(world, 2)
+    one = world.acquire(first, G1, ranks=2)
+    world.acquire(second, G2, ranks=2)
+    world.die(world.process_of(second))
+    assert world.waits(one)
+
+
 def test_one_set_of_groups_is_switched_for_the_whole_round() -> None:
     world = World()
     sessions = gang(world, 2)

@@ -228,6 +228,60 @@ def test_g12_a_snapshot_that_freed_nothing_is_not_believed() -> None:
     assert world.held(waiter)
 
 
+def test_a_pin_that_two_rounds_are_stopped_by_is_noted_once() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session, G1, G2)
+    world.context(A, D1)
+    world.context(A, D2)
+    world.look()
+    world.release(lease)
+    fails(world, Verb.SNAPSHOT, Cause.UNSUPPORTED)
+    world.auto = False
+    waiters = [world.acquire(world.session(owner), g) for owner, g in ((B, G1), (C, G2))]
+    world.run()
+    assert len(world.notes("pinned")) == 1
+    assert all(world.waits(waiter) for waiter in waiters)
+    assert len(world.all_of(TellStalled)) == 2
+
+
+def test_an_eviction_that_fails_is_no_try_of_the_jobs_own_round() -> None:
+    world = World()
+    session = world.session(A)
+    lease = world.acquire(session, G1, G2)
+    ranks = [world.context(A, D1), world.context(A, D2)]
+    world.look()
+    world.release(lease)
+    fails(world, Verb.SNAPSHOT, Cause.FREEZE_TIMEOUT, times=1)
+    world.auto = False
+    world.acquire(world.session(B), G1)
+    world.run_until(StartOperation, Verb.FREEZE)
+    mine = world.acquire(session, G2)
+    world.run()
+    assert world.held(mine)
+    assert world.state(ranks[1]) is RUNNING
+    (told,) = world.all_of(TellStalled)
+    assert told.lease != mine
+
+
+def test_an_admission_that_fails_when_nobody_wants_it_any_more_is_no_try_of_the_next_round() -> (
+    None
+):
+    world = World()
+    session, (rank,), holder = parked(world)
+    fails(world, Verb.RESTORE, Cause.DRIVER)
+    again = world.acquire(session)
+    world.auto = False
+    world.release(holder)
+    world.run_until(StartOperation, Verb.RESTORE)
+    world.cancel(again)
+    other = world.acquire(world.session(C))
+    world.run()
+    assert world.held(other)
+    assert world.state(rank) is PARKED
+    assert not world.machine.leasing.faults
+
+
 # --- a rank that is broken for good ---------------------------------------------------------------
 
 

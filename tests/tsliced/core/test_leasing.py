@@ -25,6 +25,7 @@ from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
     GrantConfirmed,
+    HostMemoryPromised,
     ReleaseRequested,
     SessionClosed,
     SessionDisconnected,
@@ -42,6 +43,7 @@ from tsliced.core.model import (
     RequestId,
     RoundId,
     SessionId,
+    TenancyKey,
 )
 
 A, B, C = job("a"), job("b"), job("c")
@@ -287,6 +289,34 @@ def test_a_lease_that_is_waited_for_cannot_be_released() -> None:
     world.release(lease)
     assert world.refusals()[0].code == "unknown_lease"
     assert world.waits(lease)
+
+
+def test_a_lease_that_was_taken_away_cannot_be_released() -> None:
+    world = World()
+    session = world.session(A)
+    world.clients[session].confirms = False
+    lease = waited(world, session)
+    world.pass_time(LIMITS.ack_s)
+    world.release(lease)
+    refusal = world.refusals()[-1]
+    assert (refusal.code, refusal.text) == (
+        "lease_ended",
+        "its grant was not confirmed within 10.0 s",
+    )
+
+
+def test_a_job_that_could_not_be_parked_is_refused_until_there_is_host_memory() -> None:
+    world = World()
+    session = world.session(A)
+    world.release(world.acquire(session))
+    key = TenancyKey(A, (G1,))
+    world.feed(HostMemoryPromised(tenancy=key, failure=failure(Cause.NO_HOST_MEMORY)))
+    assert world.code(world.acquire(session)) == "no_host_memory"
+    assert world.held(world.acquire(session, G2))
+    world.feed(HostMemoryPromised(tenancy=key))
+    assert world.held(world.acquire(session))
+    gone = HostMemoryPromised(tenancy=TenancyKey(B, (G1,)), failure=failure(Cause.NO_HOST_MEMORY))
+    assert world.feed(gone).actions == ()
 
 
 # --- cancels and time-outs ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from random import Random
 
 import pytest
@@ -23,7 +24,15 @@ from tsliced.core.actions import (
     StartOperation,
     TellStalled,
 )
-from tsliced.core.events import AcquireRequested, RecordsFailed, Started, TimePassed
+from tsliced.core.events import (
+    AcquireRequested,
+    Event,
+    RecordsFailed,
+    ReleaseRequested,
+    SessionClosed,
+    Started,
+    TimePassed,
+)
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import (
     Cause,
@@ -117,6 +126,42 @@ def test_what_can_be_asked_of_it_from_outside() -> None:
     assert session
 
 
+def calls_of(machine: Machine, event: Event, now: float) -> int:
+    """Return how many functions, ours and built-in ones, are called to handle an event."""
+    count = 0
+
+    def profile(_frame: object, what: str, _argument: object) -> None:
+        nonlocal count
+        count += what in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        machine.handle(event, now=now)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("waiters", [False, True], ids=["undisputed", "with waiters"])
+def test_a_lease_costs_the_same_however_many_others_there_are(waiters: bool) -> None:
+    costs = []
+    for others in (10, 400):
+        world = World(full_checks=False, limits=dataclasses.replace(LIMITS, block=10_000))
+        session = world.session(A)
+        lease = world.acquire(session, request=1)
+        elsewhere = world.session(B)
+        world.acquire(elsewhere, G2)
+        for number in range(others):
+            other = world.session(job(f"j{number % 20}"))
+            world.acquire(other, G1 if waiters and number % 2 else G2)
+        release = ReleaseRequested(session=session, request=RequestId(9000), lease=lease)
+        again = AcquireRequested(session=session, request=RequestId(9001), groups=(G1,))
+        costs.append([calls_of(world.machine, event, world.now) for event in (release, again)])
+    # Only the clocks' heap and the queue's end may be a step or two deeper.
+    few, many = costs
+    assert all(abs(a - b) <= 5 for a, b in zip(few, many, strict=True)), costs
+
+
 # --- the alarm ------------------------------------------------------------------------------------
 
 
@@ -200,6 +245,19 @@ def test_a_grant_that_is_told_again_beside_records_that_fail_is_told() -> None:
     )
     assert [type(action) for action in effects.actions] == [Grant]
     assert world.held(lease)
+
+
+def test_a_grant_that_was_not_written_of_a_lease_that_is_over_is_forgotten() -> None:
+    world = World()
+    session = world.session(A)
+    world.release(world.acquire(session))
+    machine = world.machine
+    request = AcquireRequested(session=session, request=RequestId(7), groups=(G1,))
+    effects = machine.handle(request, now=world.now)
+    machine.handle(SessionClosed(session=session), now=world.now)
+    failed = RecordsFailed(records=effects.records, actions=effects.actions, failure=BROKEN)
+    (note,) = machine.handle(failed, now=world.now).actions
+    assert isinstance(note, Note)
 
 
 def test_no_rank_is_frozen_or_snapshotted_without_a_record_of_it() -> None:

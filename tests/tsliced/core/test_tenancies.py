@@ -193,6 +193,22 @@ def test_g1_who_reaches_beyond_its_groups_is_in_the_way_there_but_a_holder_is_no
     assert world.state(rank) is PARKED
 
 
+def test_nor_is_one_that_holds_what_it_reaches_and_not_what_others_want() -> None:
+    world = World()
+    session = world.session(A)
+    one = world.acquire(session, G1)
+    two = world.acquire(session, G2)
+    rank = world.context(A, D1, D2)
+    world.look()
+    world.release(one)
+    waiter = world.acquire(world.session(B), G1)
+    assert world.waits(waiter)
+    assert world.state(rank) is RUNNING
+    world.release(two)
+    assert world.held(waiter)
+    assert world.state(rank) is PARKED
+
+
 def test_g1_neither_of_the_groups_is_leased_without_the_other_from_then_on() -> None:
     world = World()
     session, rank = reaching(world)
@@ -255,32 +271,43 @@ def test_they_become_one_only_when_none_of_them_is_moving() -> None:
 
 def test_what_is_blocked_is_not_made_one_with_anything() -> None:
     world = World()
-    session, rank = reaching(world)
+    session, _ = reaching(world)
     lease_of(world, session)
     world.verdict = lambda verb, process: (
         failure(Cause.FAILED, process.id) if verb is Verb.SNAPSHOT else None
     )
-    world.acquire(world.session(B), G1)
-    refused = world.acquire(session, G1, G2)
-    assert world.code(refused) == "blocked" or world.waits(refused)
-    key = TenancyKey(A, (G1,))
-    assert world.machine.tenancies.all[key].coordinator.place is Place.BLOCKED
-    world.die(rank)
+    world.cancel(world.acquire(world.session(B), G1))
+    assert world.code(world.acquire(session, G1, G2)) == "blocked"
+    assert world.machine.tenancies.all[TenancyKey(A, (G1,))].coordinator.place is Place.BLOCKED
 
 
 def test_a_group_is_bound_only_as_long_as_a_process_reaches_it() -> None:
     world = World()
     session, rank = reaching(world)
-    second = world.context(A, D1, D2)
-    world.processes[second].lawful = False
+    others = [world.context(A, D1, D2) for _ in range(2)]
+    for other in others:
+        world.processes[other].lawful = False
     world.look()
     waiter = world.acquire(world.session(B), G2)
-    world.die(rank)
-    assert world.waits(waiter)
-    world.die(second)
+    for process in (others[0], rank):
+        world.die(process)
+        assert world.waits(waiter)
+    world.die(others[1])
     assert world.held(waiter)
     lease_of(world, session)
     assert world.held(world.acquire(session, G1))
+
+
+def test_who_waits_for_another_group_too_does_not_keep_its_reach() -> None:
+    world = World()
+    session, rank = reaching(world)
+    lease_of(world, session)
+    world.acquire(world.session(C), G3)
+    waits = world.acquire(session, G1, G3)
+    other = world.acquire(world.session(B), G2)
+    assert world.waits(waits)
+    assert world.held(other)
+    assert world.state(rank) is PARKED
 
 
 def test_g1_what_reaches_beyond_is_restored_only_where_nobody_else_is() -> None:
@@ -343,8 +370,9 @@ def test_a_newcomer_joins_the_tenancy_that_has_its_group() -> None:
     _, (rank,) = with_ranks(world, D1)
     late = world.context(A, D3)
     world.look()
-    homes = world.machine.tenancies.home
-    assert homes[late] == homes[rank]
+    registry = world.machine.tenancies
+    assert registry.home[late] == registry.home[rank]
+    assert {known.id.process for known in registry.ranks_of(registry.home[rank])} == {rank, late}
 
 
 def test_g1_a_job_that_runs_already_is_looked_at_before_its_first_lease() -> None:

@@ -171,6 +171,8 @@ class World:
     #: Whether several jobs may have memory on a device (they did before we were asked).
     crowded: bool = False
     auto: bool = True
+    #: Whether the core checks its own invariants after every event.
+    full_checks: bool = True
     #: The daemon is killed after so many more records and actions.
     fuse: int | None = None
     #: Looks at everything that is handed over and everything that comes back.
@@ -203,7 +205,7 @@ class World:
             ceiling=self.durable_ceiling,
             policies=self.policies,
         )
-        return Machine(config, random=Random(self.seed), full_checks=True)
+        return Machine(config, random=Random(self.seed), full_checks=self.full_checks)
 
     # --- the daemon ---------------------------------------------------------------------------
 
