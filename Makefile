@@ -31,11 +31,13 @@ test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 57
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 .PHONY: check
-check: $(VENV)/.stamp-test ## Format, lint, types and the layering of the packages
+check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_layering.py
+	$(BIN)/python -m coverage run -m pytest --quiet tests/tsliced/core
+	$(BIN)/python -m coverage report
 
 .PHONY: bench
 bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives

@@ -349,7 +349,7 @@ class Driver:
     async def _scan(self, action: ScanGroups) -> Event:
         around = self.around
         try:
-            found = await around.scanner.scan(action.tenancy, action.expect_gone)
+            found = await around.scanner.scan(action.tenancy, action.expect_gone, action.beyond)
         except ScanFailed as exc:
             return GroupsScanned(op=action.op, failure=exc.reason)
         for rank in found:

@@ -244,7 +244,7 @@ def test_figures_of_a_job_may_have_any_name(host: Host, known: RawClient) -> Non
 
 def test_a_history_longer_than_a_frame_is_told_in_parts(known: RawClient) -> None:
     for step in range(500):
-        fields = {f"text{number}": "x" * 1000 for number in range(3)} | {"step": step}
+        fields = {f"text{number}": "x" * 250 for number in range(12)} | {"step": step}
         known.send({"t": "progress", "fields": fields})
     found: list[int] = []
     since: int | None = 0

@@ -70,16 +70,20 @@ class Scanner:
         self._registered.pop(process, None)
 
     async def scan(
-        self, tenancy: TenancyKey, expect_gone: frozenset[ProcessId]
+        self,
+        tenancy: TenancyKey,
+        expect_gone: frozenset[ProcessId] = frozenset(),
+        beyond: tuple[GroupName, ...] = (),
     ) -> tuple[FoundRank, ...]:
-        """Return who is on a tenancy's groups; first wait, within a limit, for some to be gone.
+        """Return who is on a tenancy's groups, and on those `beyond` that a rank of it reaches.
 
-        Raises `ScanFailed`.
+        First it waits, within a limit, for the processes in `expect_gone` to be gone. Raises
+        `ScanFailed`.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + GONE_LIMIT_S
         while True:
-            found = await self.look(tenancy.groups)
+            found = await self.look((*tenancy.groups, *beyond))
             if loop.time() >= end or expect_gone.isdisjoint(f.process for f in found):
                 break
             await asyncio.sleep(GONE_POLL_S)
