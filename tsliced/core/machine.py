@@ -8,7 +8,7 @@ before the call returns, so that between two events nothing is half done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -68,13 +68,11 @@ from tsliced.core.model import (
     HostName,
     JobKey,
     OpId,
-    RankState,
     Reason,
     Verb,
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import FairnessBounds, Fifo, Policy
-from tsliced.core.rank import Rank
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
@@ -401,14 +399,3 @@ class Machine:
         """
         self.leasing.check_invariants()
         self.tenancies.check_invariants()
-
-    def ranks(self) -> Iterable[Rank]:
-        """Return all ranks of this host."""
-        for tenancy in self.tenancies.all.values():
-            yield from tenancy.participant.ranks.values()
-
-    def any_moving(self) -> bool:
-        """Whether a move is under way, or a rank is frozen."""
-        tenancies = self.tenancies.all.values()
-        frozen = any(rank.state is RankState.FROZEN for rank in self.ranks())
-        return frozen or any(not tenancy.coordinator.stable for tenancy in tenancies)

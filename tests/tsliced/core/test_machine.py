@@ -110,22 +110,6 @@ def test_only_full_checks_look_at_everything_after_each_event() -> None:
     world.look()
 
 
-def test_what_can_be_asked_of_it_from_outside() -> None:
-    world = World()
-    session, rank = resident(world)
-    assert [known.id.process for known in world.machine.ranks()] == [rank]
-    assert not world.machine.any_moving()
-    world.auto = False
-    waiter = world.acquire(world.session(B))
-    assert world.machine.any_moving()
-    world.run_until(StartOperation, Verb.SNAPSHOT)
-    assert world.machine.any_moving()
-    world.run()
-    assert world.held(waiter)
-    assert not world.machine.any_moving()
-    assert session
-
-
 def calls_of(machine: Machine, event: Event, now: float) -> int:
     """Return how many functions, ours and built-in ones, are called to handle an event."""
     count = 0
