@@ -134,7 +134,8 @@ class Daemon:
             tasks=tasks,
         )
         stack.callback(around.history.flush)
-        driver = Driver(machine, around, on_broken=on_broken)
+        linger_s = config.daemon.linger_us / 1e6
+        driver = Driver(machine, around, on_broken=on_broken, linger_s=linger_s)
         stack.callback(driver.close)
         server = self._make_server(driver, groups, base.devices, base.backend)
         driver.clients = server

@@ -131,7 +131,12 @@ class Driver:
     """The single writer of the core. All methods belong to the event loop."""
 
     def __init__(
-        self, machine: Machine, around: Surroundings, *, on_broken: Callable[[], None]
+        self,
+        machine: Machine,
+        around: Surroundings,
+        *,
+        on_broken: Callable[[], None],
+        linger_s: float = 0.0,
     ) -> None:
         self.machine = machine
         self.around = around
@@ -141,6 +146,8 @@ class Driver:
         self._turn: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
+        self._linger_s = linger_s
+        self._linger_until = 0.0
         self._closed = False
         self._watch = ExitWatch(self._loop, self._on_exit)
         self._handlers = self._make_handlers()
@@ -157,6 +164,26 @@ class Driver:
         self._queue.append(event)
         if self._turn is None:
             self._turn = self._loop.call_soon(self._run)
+
+    def post_request(self, event: Event) -> None:
+        """Let the core have what a client waits for an answer to; it may soon ask for more.
+
+        The loop does not go to sleep for a moment afterwards. To be woken up again costs more than
+        a whole request: the kernel's way there and back, and caches that have gone cold meanwhile.
+        """
+        first_of_turn = self._turn is None
+        self.post(event)
+        if self._linger_s and first_of_turn:
+            lingers = self._linger_until > 0
+            self._linger_until = time.monotonic() + self._linger_s
+            if not lingers:
+                self._loop.call_soon(self._linger)
+
+    def _linger(self) -> None:
+        if not self._closed and time.monotonic() < self._linger_until:
+            self._loop.call_soon(self._linger)
+        else:
+            self._linger_until = 0.0
 
     def close(self) -> None:
         """Take no more events. May be repeated."""

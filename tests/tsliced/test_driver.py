@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -35,15 +36,17 @@ from tsliced.core.actions import (
     Refuse,
     TellStalled,
 )
-from tsliced.core.events import GrantConfirmed, RankRegistered, TimePassed
+from tsliced.core.events import Event, GrantConfirmed, RankRegistered, TimePassed
 from tsliced.core.model import (
     Cause,
     DeviceId,
     FoundRank,
+    LeaseId,
     ProcessId,
     RankId,
     RankState,
     Reason,
+    SessionId,
 )
 from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import DeviceError, DevicesError
@@ -458,5 +461,22 @@ def test_a_driver_without_clients_goes_on(tmp_path: Path) -> None:
         daemon.driver.clients = None
         daemon.ask(daemon.open("a"))
         await until(lambda: daemon.machine.leasing.leases, "it is granted")
+
+    tell(tmp_path, story)
+
+
+def test_after_a_request_the_loop_stays_awake_for_a_moment_and_no_longer(tmp_path: Path) -> None:
+    async def cost_of(post: Callable[[Event], None]) -> float:
+        before = time.process_time()
+        post(GrantConfirmed(session=SessionId("nobody"), lease=LeaseId("nothing")))
+        await asyncio.sleep(0.1)
+        return time.process_time() - before
+
+    async def story(daemon: Inside) -> None:
+        daemon.driver._linger_s = 0.2
+        asleep = await cost_of(daemon.driver.post)
+        awake = await cost_of(daemon.driver.post_request)
+        assert awake > 3 * asleep
+        await until(lambda: daemon.driver._linger_until == 0, "it goes to sleep")
 
     tell(tmp_path, story)

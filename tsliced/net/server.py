@@ -318,7 +318,7 @@ class Server:
             # Unknown names sort last, and the core refuses them by name.
             last = len(self._order)
             groups = tuple(sorted(groups, key=lambda g: self._order.get(GroupName(g), last)))
-        self._driver.post(
+        self._driver.post_request(
             AcquireRequested(
                 session=client.session,
                 request=RequestId(request.id),
@@ -332,7 +332,7 @@ class Server:
 
     def _on_release(self, client: Client, request: Release) -> None:
         if self._count(client, request.id):
-            self._driver.post(
+            self._driver.post_request(
                 ReleaseRequested(
                     session=client.session,
                     request=RequestId(request.id),
@@ -345,7 +345,7 @@ class Server:
 
     def _on_cancel(self, client: Client, request: Cancel) -> None:
         if self._count(client, request.id):
-            self._driver.post(
+            self._driver.post_request(
                 CancelRequested(
                     session=client.session,
                     request=RequestId(request.id),
