@@ -103,6 +103,10 @@ class Clients(Protocol):
         """Ask sessions to quiesce or resume; return why it did not work out, if so."""
         ...
 
+    async def empty_cache(self, process: ProcessId) -> None:
+        """Ask a rank that has an agent to free device memory that it keeps without need."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledgers:
@@ -347,6 +351,9 @@ class Driver:
     async def _operate(self, action: StartOperation) -> Event:
         started = time.monotonic()
         backend = self.around.backend
+        if action.verb is Verb.FREEZE and self.clients is not None:
+            # Bytes that are not held are bytes that are not copied.
+            await self.clients.empty_cache(action.rank.process)
         try:
             outcome = await backend.run(action.verb, action.rank, action.timeout_s)
         except Exception as exc:

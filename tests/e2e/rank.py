@@ -16,6 +16,7 @@ import os
 import random
 import socket
 import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -197,6 +198,33 @@ def train(groups: list[str], turns: int) -> int:
 @command
 def register() -> list[str]:
     return list(client().register())
+
+
+@command
+def keep_cached(mib: int) -> None:
+    """Keeps device memory without need, as torch's caching allocator does, until asked to free it.
+
+    A stand-in for torch has it: the real one knows no CUDA on a machine without a GPU.
+    """
+    address, kept = ctypes.c_uint64(), [mib * MIB]
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(mib * MIB))
+
+    def empty_cache() -> None:
+        calls.append("empty_cache")
+        kept[0] = 0
+        context()  # a context is current in one thread only, and this one is the agent's
+        call("cuMemFree_v2", address)
+
+    torch = types.ModuleType("torch")
+    torch.__dict__["_C"] = types.SimpleNamespace()
+    torch.__dict__["cuda"] = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: 0,
+        synchronize=lambda _device: None,
+        memory_reserved=lambda _device: kept[0],
+        empty_cache=empty_cache,
+    )
+    sys.modules["torch"] = torch
 
 
 @command

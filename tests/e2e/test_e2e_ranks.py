@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import Host, MakeHost, RankError, until
+from harness import MIB, Host, MakeHost, RankError, resident_bytes, until
 from raw_client import RawClient
 
 from libtimeslice import Unavailable
@@ -39,6 +39,21 @@ def test_a_callback_that_fails_turns_the_eviction_back(host: Host) -> None:
     called = rank.do("called")
     assert called[:2] == ["pause", "resume"], "whoever was told to pause is told to go on"
     assert rank.do("acquire", groups="g1", timeout=5)["restored"] is False
+
+
+def test_a_rank_with_an_agent_frees_what_it_keeps_without_need_before_it_is_copied(
+    host: Host,
+) -> None:
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    rank.do("keep_cached", mib=32)
+    sessions = host.status()["sessions"]
+    rank.do("register")
+    until(lambda: host.status()["sessions"] > sessions, "its agent is connected")
+    before = resident_bytes(rank.pid)
+    other.do("acquire", groups="g1", timeout=20)
+    assert rank.do("called") == ["empty_cache"]
+    assert host.states() == {rank.pid: "parked"}
+    assert resident_bytes(rank.pid) - before < 24 * MIB, "32 MiB fewer were copied"
 
 
 @pytest.mark.parametrize("silence", ["says nothing", "hangs up"])

@@ -213,6 +213,9 @@ class FakeClients:
     def deliver(self, action: ClientAction) -> None:
         self.said.append(action)
 
+    async def empty_cache(self, process: ProcessId) -> None:
+        pass
+
     async def run_hooks(self, action: RunHooks) -> Reason | None:
         return self.hooks_failure
 

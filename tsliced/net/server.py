@@ -56,6 +56,7 @@ from tsliced.core.model import (
     GroupName,
     JobKey,
     LeaseId,
+    ProcessId,
     Reason,
     RequestId,
     SessionId,
@@ -73,6 +74,8 @@ from tsliced.observe.status import StatusPage
 
 CAPABILITIES = ["acquire", "rounds", "register", "attach", "events", "hooks"]
 
+#: Emptying a cache takes milliseconds, and is not worth waiting for long.
+EMPTY_CACHE_LIMIT_S = 5.0
 #: Events that wait for one follower; beyond that it loses some and is told how many.
 FOLLOW_LIMIT = 4096
 FOLLOW_BATCH = 256
@@ -87,6 +90,8 @@ class Client:
     job: JobKey
     connection: Connection | None
     hooks: bool = False
+    #: Its process can empty its caching allocator when asked.
+    empties_cache: bool = False
     tool: bool = False
     #: Requests that are not answered yet.
     open_requests: int = 0
@@ -245,6 +250,7 @@ class Server:
         groups = self._authority.groups_for(job.uid)
         hooks, tool = "quiesce" in hello.caps, hello.role == "tool"
         client = Client(session, peer, job, connection, hooks=hooks, tool=tool)
+        client.empties_cache = "empty_cache" in hello.caps
         self._clients[session] = client
         connection.session = session
         secret = secrets.token_bytes(16)
@@ -491,6 +497,19 @@ class Server:
         if wrong is None:
             return None
         return Reason(cause=Cause.QUIESCE, text=f"its {name} callback: {wrong}")
+
+    async def empty_cache(self, process: ProcessId) -> None:
+        """Ask a rank that has an agent to free device memory that it keeps without need.
+
+        One that does not answer in time is copied with all that it has.
+        """
+        able = [
+            client
+            for client in self._clients.values()
+            if client.empties_cache and client.peer.process == process
+        ]
+        asked = [self._ask(client, {"t": "empty_cache"}) for client in able]
+        await asyncio.gather(*(self._answer(a, EMPTY_CACHE_LIMIT_S) for a in asked))
 
     def _ask(self, client: Client, message: Message) -> asyncio.Future[Reply]:
         client.last_asked += 1
