@@ -255,12 +255,20 @@ class Coordinator:
         self._recoveries += 1
         enough = self._recoveries >= MAX_RECOVERIES and not reason.is_ours
         if reason.cause is Cause.FAILED or enough:
-            self.place, self.reason = Place.BLOCKED, reason
-            return [Blocked(tenancy=self.tenancy, reason=reason)]
+            return self._block(reason)
         self.wanted = back
         limits, doublings = self.limits, min(self._recoveries, MAX_DOUBLINGS)
         self.deadline = now + min(limits.retry_max_s, limits.retry_min_s * 2**doublings)
         return []
+
+    def _block(self, reason: Reason) -> list[Effect]:
+        first = self.reason
+        if first is not None and first.text != reason.text:
+            # What began it is what somebody has to mend.
+            text = f"{reason.text} (it began with: {first})"
+            reason = Reason(cause=reason.cause, text=text, rank=reason.rank)
+        self.place, self.reason = Place.BLOCKED, reason
+        return [Blocked(tenancy=self.tenancy, reason=reason)]
 
     def _states(self) -> list[RankState]:
         return [state for report in self._reports.values() for _, state in report.states]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from world import G1, LIMITS, failure, job
@@ -266,7 +266,9 @@ def test_a_direction_that_cannot_be_changed_is_tried_so_often_and_then_blocked()
         pauses.append((move.coordinator.deadline or 0.0) - move.now)
         move.orders(move.wait())
     assert pauses == [1.0, 2.0, 4.0, 8.0]
-    assert move.report(N1, FROZEN, failed=BROKEN) == [Blocked(tenancy=KEY, reason=BROKEN)]
+    text = "simulated driver (it began with: simulated freeze_timeout)"
+    both = replace(BROKEN, text=text)
+    assert move.report(N1, FROZEN, failed=BROKEN) == [Blocked(tenancy=KEY, reason=both)]
     assert move.coordinator.place is Place.BLOCKED
     assert move.coordinator.deadline is None
 
