@@ -163,7 +163,7 @@ class Tenancies:
             covering.append(self.make(self._key(job, rest)))
         if any(tenancy.beyond for tenancy in covering):
             return self._unite(covering, out)
-        return covering
+        return self._join(covering, out) if len(covering) > 1 else covering
 
     def regain_held(self, job: JobKey, groups: tuple[GroupName, ...]) -> None:
         """After a restart: know that a holder may be on its groups, with ranks or without."""
@@ -248,6 +248,20 @@ class Tenancies:
         key = self._key(parts[0].key.job, {group for part in parts for group in part.key.groups})
         out += self._rebuild(parts, [key])
         return [self.all[key]]
+
+    def _join(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
+        """Make one of the parts that are off, so that none of them runs before all are restored.
+
+        Returns None while one of them is moving. A lease on a part divides them again.
+        """
+        if not all(part.coordinator.stable for part in parts):
+            return None
+        away = [part for part in parts if part.coordinator.place is Place.OFF]
+        if len(away) < 2:
+            return parts
+        united = self._unite(away, out)
+        assert united is not None, "all of them are stable"
+        return [*(part for part in parts if part not in away), *united]
 
     def _rebuild(self, old: list[Tenancy], keys: list[TenancyKey]) -> list[Effect]:
         """Put new tenancies in place of stable ones, and each rank where its devices are."""

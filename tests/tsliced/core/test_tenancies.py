@@ -6,6 +6,7 @@ import pytest
 from world import D1, D2, D3, G1, G2, G3, World, failure, job
 
 from tsliced.core.actions import (
+    Action,
     FreeMemory,
     RankRecord,
     RunHooks,
@@ -425,6 +426,32 @@ def test_hooks_come_and_go_with_their_sessions() -> None:
     assert hook.sessions == (late,)
     world.close(late)
     assert not world.machine.tenancies.hooks
+
+
+def test_what_is_leased_together_is_all_restored_before_any_of_it_runs() -> None:
+    world = World()
+    session, ranks = world.session(A), []
+    for group, device in ((G1, D1), (G2, D2)):
+        lease = world.acquire(session, group)
+        ranks.append(world.context(A, device))
+        world.look()
+        world.release(lease)
+    assert tenancies(world) == {"1000/a@g1", "1000/a@g2"}
+    world.release(world.acquire(world.session(B), G1, G2))
+    quick, slow = ranks
+    world.auto = False
+    together = world.acquire(session, G1, G2)
+
+    def can_end(action: Action) -> bool:
+        return not (isinstance(action, StartOperation) and action.rank.process == slow)
+
+    while (ready := next((i for i, a in enumerate(world.pending) if can_end(a)), None)) is not None:
+        world.finish(ready)
+    assert world.state(quick) is RankState.FROZEN, "restored, but not thawed before the other"
+    assert world.state(slow) is PARKED
+    world.run()
+    assert world.held(together)
+    assert world.state(quick) is world.state(slow) is RUNNING
 
 
 def test_broken_invariants_are_found() -> None:
