@@ -449,7 +449,8 @@ class Driver:
     def _promise_host_memory(self) -> None:
         """Promise host memory to every tenancy that has grown, so that it can always be parked.
 
-        Whoever cannot be promised any is refused at its next acquire, before anything is touched.
+        Whoever cannot be promised any is refused at its next acquire, before anything is touched,
+        until it has shrunk or there is memory.
         """
         ledgers = self.around.ledgers
         for key, tenancy in self.machine.tenancies.all.items():
@@ -461,9 +462,9 @@ class Driver:
                 for rank in ranks
             ]
             held = ledgers.host.reserved(key)
-            if all(held.get(process, 0) >= need for process, need in needs):
-                continue
-            failure = _reserve(ledgers.host, key, needs)
+            failure = None
+            if any(held.get(process, 0) < need for process, need in needs):
+                failure = _reserve(ledgers.host, key, needs)
             if failure != tenancy.participant.shortage:
                 self.post(HostMemoryPromised(tenancy=key, failure=failure))
 

@@ -36,7 +36,13 @@ from tsliced.core.actions import (
     Refuse,
     TellStalled,
 )
-from tsliced.core.events import Event, GrantConfirmed, RankRegistered, TimePassed
+from tsliced.core.events import (
+    Event,
+    GrantConfirmed,
+    GroupsObserved,
+    RankRegistered,
+    TimePassed,
+)
 from tsliced.core.model import (
     Cause,
     DeviceId,
@@ -478,5 +484,32 @@ def test_after_a_request_the_loop_stays_awake_for_a_moment_and_no_longer(tmp_pat
         awake = await cost_of(daemon.driver.post_request)
         assert awake > 3 * asleep
         await until(lambda: daemon.driver._linger_until == 0, "it goes to sleep")
+
+    tell(tmp_path, story)
+
+
+def test_a_job_that_grew_beyond_the_host_and_shrank_again_is_let_in_again(tmp_path: Path) -> None:
+    async def story(daemon: Inside) -> None:
+        with process_of("a") as rank:
+            session = daemon.open("a", rank)
+
+            async def is_seen_with(size: int) -> Reason | None:
+                found = FoundRank(
+                    process=rank, job=job("a"), devices=frozenset({D1}), device_bytes=size
+                )
+                daemon.driver.post(GroupsObserved(found=(found,)))
+                await asyncio.sleep(0)
+                daemon.driver._promise_host_memory()
+                await asyncio.sleep(0)
+                (tenancy,) = daemon.machine.tenancies.all.values()
+                return tenancy.participant.shortage
+
+            assert await is_seen_with(MIB) is None
+            assert await is_seen_with(1 << 60) is not None
+            refused = await daemon.answer(daemon.ask(session))
+            assert isinstance(refused, Refuse)
+            assert refused.code == "no_host_memory"
+            assert await is_seen_with(MIB) is None
+            await daemon.grant(session)
 
     tell(tmp_path, story)
