@@ -13,7 +13,8 @@ from pathlib import Path
 from demo.hardware import HOST, Hardware
 from libtimeslice.connection import Connection
 from libtimeslice.errors import Unavailable
-from libtimeslice.protocol import MAX_EVENTS, Message
+from libtimeslice.fields import MAX_EVENTS
+from libtimeslice.protocol import Message
 
 GROUP = "demo"
 START_LIMIT_S = 15.0

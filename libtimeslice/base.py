@@ -19,7 +19,8 @@ from libtimeslice.errors import (
     TimeSliceError,
     error_from,
 )
-from libtimeslice.protocol import MAX_FIELD_TEXT, MAX_FIELDS, MAX_TIMEOUT_S, Message
+from libtimeslice.fields import MAX_FIELD_TEXT, MAX_FIELDS, MAX_TIMEOUT_S
+from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, Session
 
 logger = logging.getLogger("libtimeslice")

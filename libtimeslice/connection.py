@@ -26,6 +26,7 @@ from types import FrameType
 
 from libtimeslice import __version__
 from libtimeslice.errors import DaemonUnreachable, TimeSliceError, Unavailable, error_from
+from libtimeslice.fields import MAX_EVENTS
 from libtimeslice.link import (
     READ_BYTES,
     TICK_S,
@@ -36,7 +37,7 @@ from libtimeslice.link import (
     open_link,
     remaining,
 )
-from libtimeslice.protocol import MAX_EVENTS, FrameReader, Message, encode
+from libtimeslice.protocol import FrameReader, Message, encode
 from libtimeslice.session import Session
 
 #: Longest that a message which may get lost waits for another thread that is sending, seconds.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from libtimeslice.protocol import MAX_GROUPS, MAX_NAME, MAX_RANKS
+from libtimeslice.fields import MAX_GROUPS, MAX_NAME, MAX_RANKS
 
 DEFAULT_SOCKET = "/run/tsliced/tsliced.sock"
 

@@ -1,8 +1,9 @@
 """The wire between clients and daemon: frames, messages and their limits. Sans-I/O.
 
 This module is the single definition of the wire, and both sides use it: it turns bytes into
-messages and messages into bytes, and checks what a client asks for. It knows no socket and no
-clock. `docs/protocol.md` describes the same for implementers in other languages.
+messages and messages into bytes, and checks what a client asks for (by the rules for fields in
+`libtimeslice.fields`). It knows no socket and no clock. `docs/protocol.md` describes the same for
+implementers in other languages.
 
 Safety rule: whatever bytes come in, `FrameReader.feed` and `parse_untrusted` return or raise
 `ProtocolError`, and nothing else.
@@ -14,15 +15,40 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import msgpack
 from msgpack.fallback import Packer as _SlowPacker
 
 from libtimeslice.errors import ProtocolError
-
-#: A decoded frame. Its values are of any msgpack type until a `*_untrusted` function checked them.
-Message = dict[str, Any]
+from libtimeslice.fields import (
+    MAX_CAPS,
+    MAX_EVENTS,
+    MAX_FIELD_TEXT,
+    MAX_FIELDS,
+    MAX_ID,
+    MAX_NAME,
+    MAX_PID,
+    MAX_RANKS,
+    MAX_SECRET,
+    MAX_TIMEOUT_S,
+    MAX_UID,
+    flag_field,
+    groups_field,
+    id_field,
+    id_or_none,
+    int_field,
+    is_name,
+    name_field,
+    names_field,
+    number_field,
+    optional_int_field,
+    optional_number_field,
+    optional_text_field,
+    refuse_field,
+    text_field,
+)
+from libtimeslice.fields import Message as Message
 
 #: Major and minor. The same major understands each other; a minor only adds names.
 PROTOCOL_VERSION = (1, 0)
@@ -31,23 +57,6 @@ HEADER_BYTES = 4
 MAX_FRAME = 1 << 20
 #: How deep maps and lists may nest in a frame, the outermost map included.
 MAX_DEPTH = 16
-MAX_ID = (1 << 63) - 1
-MAX_GROUPS = 64
-#: Characters in the name of a group, phase, queue, capability or progress field.
-MAX_NAME = 128
-#: Characters in any other string: ids of jobs, sessions and leases, names of clients, field values.
-MAX_TEXT = 1024
-MAX_SECRET = 256
-MAX_CAPS = 64
-MAX_FIELDS = 64
-#: Characters in a string that a job reports of itself; a history keeps thousands of them.
-MAX_FIELD_TEXT = 256
-MAX_RANKS = 1 << 20
-MAX_EVENTS = 10_000
-#: Longest time-out that may be asked for, in seconds (about 31 years); use null for "no limit".
-MAX_TIMEOUT_S = 1e9
-MAX_PID = 1 << 22
-MAX_UID = (1 << 32) - 2
 
 
 class ErrorCode(str, Enum):
@@ -412,7 +421,7 @@ def parse_untrusted(message: Message) -> Request:
     raise ProtocolError(
         f"there is no message {kind!r:.80}",
         code=ErrorCode.UNKNOWN_REQUEST,
-        request_id=_id_or_none(message),
+        request_id=id_or_none(message),
     )
 
 
@@ -424,28 +433,30 @@ def _parse_acquire(message: Message) -> Acquire:
     get = message.get
     arrive = get("arrive", "all")
     if arrive != "all" and arrive != "first":
-        _refuse(message, "arrive", "must be 'all' or 'first'")
+        refuse_field(message, "arrive", "must be 'all' or 'first'")
     return Acquire(
-        id=_id(message),
-        groups=_groups(message),
+        id=id_field(message),
+        groups=groups_field(message),
         # Most are absent, and a call to find that out costs as much as the rest.
-        phase=None if get("phase") is None else _name(message, "phase"),
-        ranks=None if get("ranks") is None else _int(message, "ranks", 1, MAX_RANKS),
+        phase=None if get("phase") is None else name_field(message, "phase"),
+        ranks=None if get("ranks") is None else int_field(message, "ranks", 1, MAX_RANKS),
         arrive=arrive,
         timeout_s=(
-            None if get("timeout_s") is None else _number(message, "timeout_s", 0, MAX_TIMEOUT_S)
+            None
+            if get("timeout_s") is None
+            else number_field(message, "timeout_s", 0, MAX_TIMEOUT_S)
         ),
     )
 
 
 def _parse_release(message: Message) -> Release:
-    return Release(id=_id(message), lease=_text(message, "lease"))
+    return Release(id=id_field(message), lease=text_field(message, "lease"))
 
 
 def _parse_hello(message: Message) -> Hello:
     version = message.get("version")
     if not (isinstance(version, list) and [type(part) for part in version[:2]] == [int, int]):
-        _refuse(message, "version", "must be [major, minor]")
+        refuse_field(message, "version", "must be [major, minor]")
     if version[0] != PROTOCOL_VERSION[0]:
         raise ProtocolError(
             f"protocol version {version[0]}.{version[1]} is not spoken here, "
@@ -454,67 +465,77 @@ def _parse_hello(message: Message) -> Hello:
         )
     role = message.get("role", "client")
     if role not in ("client", "agent", "tool"):
-        _refuse(message, "role", "must be 'client', 'agent' or 'tool'")
+        refuse_field(message, "role", "must be 'client', 'agent' or 'tool'")
     secret = message.get("secret")
     if secret is not None and not (isinstance(secret, bytes) and len(secret) <= MAX_SECRET):
-        _refuse(message, "secret", f"must be at most {MAX_SECRET} bytes")
+        refuse_field(message, "secret", f"must be at most {MAX_SECRET} bytes")
     return Hello(
         version=(version[0], version[1]),
-        client=_text(message, "client"),
-        caps=_names(message, "caps", MAX_CAPS, least=0) if "caps" in message else (),
-        job=_optional_text(message, "job"),
-        uid=_optional_int(message, "uid", 0, MAX_UID),
+        client=text_field(message, "client"),
+        caps=names_field(message, "caps", MAX_CAPS, least=0) if "caps" in message else (),
+        job=optional_text_field(message, "job"),
+        uid=optional_int_field(message, "uid", 0, MAX_UID),
         role=role,
-        session=_optional_text(message, "session"),
+        session=optional_text_field(message, "session"),
         secret=secret,
-        ranks=_optional_int(message, "ranks", 1, MAX_RANKS),
+        ranks=optional_int_field(message, "ranks", 1, MAX_RANKS),
     )
 
 
 def _parse_cancel(message: Message) -> Cancel:
-    return Cancel(id=_id(message), acquire=_int(message, "acquire", 1, MAX_ID))
+    return Cancel(id=id_field(message), acquire=int_field(message, "acquire", 1, MAX_ID))
 
 
 def _parse_register(message: Message) -> Register:
-    return Register(id=_id(message), pid=_optional_int(message, "pid", 1, MAX_PID))
+    return Register(id=id_field(message), pid=optional_int_field(message, "pid", 1, MAX_PID))
 
 
 def _parse_attach(message: Message) -> Attach:
-    return Attach(id=_id(message), pid=_int(message, "pid", 1, MAX_PID), groups=_groups(message))
+    return Attach(
+        id=id_field(message),
+        pid=int_field(message, "pid", 1, MAX_PID),
+        groups=groups_field(message),
+    )
 
 
 def _parse_phase(message: Message) -> PhaseMark:
-    return PhaseMark(name=_name(message, "name"), begin=_flag(message, "begin"))
+    return PhaseMark(name=name_field(message, "name"), begin=flag_field(message, "begin"))
 
 
 def _parse_progress(message: Message) -> Progress:
     fields = message.get("fields")
     if not isinstance(fields, dict) or len(fields) > MAX_FIELDS:
-        _refuse(message, "fields", f"must be a map of at most {MAX_FIELDS} fields")
+        refuse_field(message, "fields", f"must be a map of at most {MAX_FIELDS} fields")
     for name, value in fields.items():
-        if not _is_name(name):
-            _refuse(message, "fields", f"must have names of 1 to {MAX_NAME} printable characters")
+        if not is_name(name):
+            refuse_field(
+                message, "fields", f"must have names of 1 to {MAX_NAME} printable characters"
+            )
         if isinstance(value, str) and len(value) > MAX_FIELD_TEXT:
-            _refuse(message, "fields", f"has a string of more than {MAX_FIELD_TEXT} characters")
+            refuse_field(
+                message, "fields", f"has a string of more than {MAX_FIELD_TEXT} characters"
+            )
         if not isinstance(value, (bool, int, float, str)):
-            _refuse(message, "fields", "must have values that are numbers, strings or booleans")
+            refuse_field(
+                message, "fields", "must have values that are numbers, strings or booleans"
+            )
     return Progress(fields=fields)
 
 
 def _parse_queue(message: Message) -> QueueDepth:
     return QueueDepth(
-        name=_name(message, "name"),
-        depth=_number(message, "depth", 0, math.inf),
-        target=_optional_number(message, "target", 0, math.inf),
+        name=name_field(message, "name"),
+        depth=number_field(message, "depth", 0, math.inf),
+        target=optional_number_field(message, "target", 0, math.inf),
     )
 
 
 def _parse_events(message: Message) -> EventsQuery:
-    limit = _optional_int(message, "limit", 1, MAX_EVENTS)
+    limit = optional_int_field(message, "limit", 1, MAX_EVENTS)
     return EventsQuery(
-        id=_id(message),
-        since=_optional_int(message, "since", 0, MAX_ID),
-        follow=_flag(message, "follow", absent=False),
+        id=id_field(message),
+        since=optional_int_field(message, "since", 0, MAX_ID),
+        follow=flag_field(message, "follow", absent=False),
         limit=MAX_EVENTS if limit is None else limit,
     )
 
@@ -522,8 +543,8 @@ def _parse_events(message: Message) -> EventsQuery:
 def _parse_reply(message: Message) -> Reply:
     error = message.get("err")
     if error is not None and not isinstance(error, dict):
-        _refuse(message, "err", "must be a map with code and message")
-    return Reply(re=_int(message, "re", 1, MAX_ID), error=error, fields=message)
+        refuse_field(message, "err", "must be a map with code and message")
+    return Reply(re=int_field(message, "re", 1, MAX_ID), error=error, fields=message)
 
 
 _PARSERS: dict[object, Callable[[Message], Request]] = {
@@ -536,106 +557,10 @@ _PARSERS: dict[object, Callable[[Message], Request]] = {
     "phase": _parse_phase,
     "progress": _parse_progress,
     "queue": _parse_queue,
-    "status": lambda message: StatusQuery(id=_id(message)),
-    "ps": lambda message: PsQuery(id=_id(message)),
+    "status": lambda message: StatusQuery(id=id_field(message)),
+    "ps": lambda message: PsQuery(id=id_field(message)),
     "events": _parse_events,
-    "ping": lambda message: Ping(id=_id(message)),
+    "ping": lambda message: Ping(id=id_field(message)),
     "bye": lambda _message: Bye(),
-    "ack": lambda message: Ack(lease=_text(message, "lease")),
+    "ack": lambda message: Ack(lease=text_field(message, "lease")),
 }
-
-
-# ---------------------------------------------------------------------------------------- checks
-# bool is a subclass of int, and `True` is no count: hence `__class__ is int` throughout.
-
-
-def _refuse(message: Message, field: str, rule: str) -> NoReturn:
-    raise ProtocolError(
-        f"field {field!r} of {message.get('t', 'reply')!r:.80} {rule}",
-        code=ErrorCode.BAD_REQUEST,
-        request_id=_id_or_none(message),
-    )
-
-
-def _id_or_none(message: Message) -> int | None:
-    found = message.get("id")
-    return found if found.__class__ is int and 0 < found <= MAX_ID else None
-
-
-def _id(message: Message) -> int:
-    found = message.get("id")
-    if found.__class__ is int and 0 < found <= MAX_ID:
-        return found
-    _refuse(message, "id", "must be a positive integer")
-
-
-def _int(message: Message, field: str, least: int, most: int) -> int:
-    value = message.get(field)
-    if value.__class__ is int and least <= value <= most:
-        return value
-    _refuse(message, field, f"must be an integer from {least} to {most}")
-
-
-def _optional_int(message: Message, field: str, least: int, most: int) -> int | None:
-    return None if message.get(field) is None else _int(message, field, least, most)
-
-
-def _number(message: Message, field: str, least: float, most: float) -> float:
-    value = message.get(field)
-    # A comparison with NaN is false, so NaN is refused here as well.
-    if value.__class__ in (float, int) and least <= value <= most:
-        return value
-    _refuse(message, field, f"must be a number from {least} to {most}")
-
-
-def _optional_number(message: Message, field: str, least: float, most: float) -> float | None:
-    return None if message.get(field) is None else _number(message, field, least, most)
-
-
-def _flag(message: Message, field: str, absent: bool | None = None) -> bool:
-    value = message.get(field, absent)
-    if isinstance(value, bool):
-        return value
-    _refuse(message, field, "must be true or false")
-
-
-def _is_name(value: object) -> bool:
-    # Names end up in log lines and reports: no line breaks, no terminal control codes.
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
-
-
-def _name(message: Message, field: str) -> str:
-    value = message.get(field)
-    if isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable():
-        return value
-    _refuse(message, field, f"must be 1 to {MAX_NAME} printable characters")
-
-
-def _text(message: Message, field: str) -> str:
-    value = message.get(field)
-    if not (isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()):
-        _refuse(message, field, f"must be 1 to {MAX_TEXT} printable characters")
-    return value
-
-
-def _optional_text(message: Message, field: str) -> str | None:
-    return None if message.get(field) is None else _text(message, field)
-
-
-def _names(message: Message, field: str, most: int, *, least: int = 1) -> tuple[str, ...]:
-    values = message.get(field)
-    if not (isinstance(values, list) and least <= len(values) <= most):
-        _refuse(message, field, f"must be a list of {least} to {most} names")
-    for value in values:
-        if not _is_name(value):
-            _refuse(message, field, f"must hold names of 1 to {MAX_NAME} printable characters")
-    return tuple(values)
-
-
-def _groups(message: Message) -> tuple[str, ...] | None:
-    if message.get("groups") is None:
-        return None
-    groups = _names(message, "groups", MAX_GROUPS)
-    if len(groups) > 1 and len(set(groups)) != len(groups):
-        _refuse(message, "groups", "names a group twice")
-    return groups

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libtimeslice import protocol
+from libtimeslice import fields, protocol
 from libtimeslice.errors import ProtocolError
 from libtimeslice.protocol import (
     Acquire,
@@ -366,7 +366,7 @@ def test_the_page_for_implementers_names_every_message_code_and_limit() -> None:
     missing = [name for name in protocol._PARSERS if f"`{name}`" not in page]
     missing = [name for name in missing if f"### {name}" not in page and f'"{name}"' not in page]
     missing += [str(code) for code in ErrorCode if f"| `{code}` |" not in page]
-    for limit in (protocol.MAX_FRAME, protocol.MAX_TEXT, protocol.MAX_EVENTS, protocol.MAX_PID):
+    for limit in (protocol.MAX_FRAME, fields.MAX_TEXT, fields.MAX_EVENTS, fields.MAX_PID):
         if f"{limit:,}".replace(",", " ") not in page:
             missing.append(str(limit))
     assert missing == []

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from libtimeslice.connection import ConnectionLost
 from libtimeslice.errors import DaemonUnreachable
-from libtimeslice.protocol import MAX_EVENTS, Message
+from libtimeslice.fields import MAX_EVENTS
+from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, notices, open_daemon
 from tsliced.ctl.failures import DONE
 from tsliced.ctl.names import job_text

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from libtimeslice.environment import check_name
-from libtimeslice.protocol import MAX_ID, MAX_NAME, MAX_PID, MAX_RANKS, MAX_TEXT, MAX_TIMEOUT_S
+from libtimeslice.fields import MAX_ID, MAX_NAME, MAX_PID, MAX_RANKS, MAX_TEXT, MAX_TIMEOUT_S
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
