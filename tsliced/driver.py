@@ -10,6 +10,7 @@ Safety rule: an action runs only after the records of its event are written.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 import traceback
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,7 @@ from tsliced.core.actions import (
     Action,
     ConfirmCancel,
     ConfirmRelease,
+    EndProcesses,
     EndSession,
     FreeMemory,
     Grant,
@@ -74,7 +76,7 @@ from tsliced.host.memory import (
     Shortage,
     SnapshotMargin,
 )
-from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError
+from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError, send_signal
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
 
@@ -289,6 +291,7 @@ class Driver:
         return {
             **clients,
             WatchProcess: self._watch_process,
+            EndProcesses: self._end_processes,
             FreeMemory: self._free_memory,
             SettleHostMemory: self._settle_host_memory,
             StartOperation: self._long("operation", self._operate),
@@ -333,6 +336,18 @@ class Driver:
             self._watch.add(action.process)
         except (ProcessLimitError, NotAProcessError) as exc:
             self.note("unwatched", "error", pid=action.process.pid, reason=str(exc))
+
+    def _end_processes(self, action: EndProcesses) -> None:
+        number = signal.SIGKILL if action.kill else signal.SIGTERM
+        for process in action.processes:
+            self._signal(process, number)
+
+    def _signal(self, process: ProcessId, number: signal.Signals) -> None:
+        try:
+            send_signal(process, number)
+        except OSError as exc:
+            reason = f"{number.name} could not be sent: {exc.strerror}"
+            self.note("not_ended", "error", pid=process.pid, reason=reason)
 
     def _free_memory(self, action: FreeMemory) -> None:
         ledgers = self.around.ledgers

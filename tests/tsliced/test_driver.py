@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,6 +31,7 @@ from in_process import (
 )
 
 from tsliced.core.actions import (
+    EndProcesses,
     EndSession,
     Grant,
     LeaseRecord,
@@ -58,6 +62,7 @@ from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import DeviceError, DevicesError
 from tsliced.host.journal import JournalError
 from tsliced.host.journal_error import JournalCode
+from tsliced.host.processes import identify
 
 Story: TypeAlias = Callable[[Inside], Awaitable[None]]
 
@@ -369,6 +374,52 @@ def test_a_process_that_cannot_be_watched_is_named(tmp_path: Path) -> None:
 
             await until(told, "it is told")
             assert f"pid={rank.pid}" in daemon.log.getvalue()
+
+    tell(tmp_path, story)
+
+
+@contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose end is seen as it was."""
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        yield sleeper
+        sleeper.kill()
+
+
+@pytest.mark.parametrize(("kill", "number"), [(False, signal.SIGTERM), (True, signal.SIGKILL)])
+def test_processes_are_ended_and_never_their_successors(
+    tmp_path: Path, kill: bool, number: signal.Signals
+) -> None:
+    async def story(daemon: Inside) -> None:
+        with sleeping() as sleeper, sleeping() as other:
+            process, kept = identify(sleeper.pid), identify(other.pid)
+            assert process is not None
+            assert kept is not None
+            stale = ProcessId(other.pid, kept.start_time - 1)
+            action = EndProcesses(processes=(stale, process), kill=kill)
+            daemon.driver._carry_out([], [action])
+            assert sleeper.wait(LIMIT_S) == -number
+            assert other.poll() is None
+
+    tell(tmp_path, story)
+
+
+def test_a_process_that_cannot_be_signalled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_pidfd: int, _number: int) -> None:
+        # What a daemon without rights over a user's process gets; as root nothing real gets it.
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    async def story(daemon: Inside) -> None:
+        with process_of("a") as rank:
+            monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+            action = EndProcesses(processes=(rank,), kill=False)
+            daemon.driver._carry_out([], [action])
+            daemon.driver.around.log.flush()
+            line = daemon.log.getvalue()
+            assert f"pid={rank.pid}" in line
+            assert "SIGTERM could not be sent: Operation not permitted" in line
 
     tell(tmp_path, story)
 

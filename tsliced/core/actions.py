@@ -336,6 +336,14 @@ class WatchProcess:
 
 
 @value
+class EndProcesses:
+    """Signal each of these very processes: SIGTERM, or SIGKILL if `kill`."""
+
+    processes: tuple[ProcessId, ...]
+    kill: bool
+
+
+@value
 class Note:
     """One line for the log and the event history."""
 
@@ -364,6 +372,7 @@ Action: TypeAlias = (
     | FreeMemory
     | SettleHostMemory
     | WatchProcess
+    | EndProcesses
     | Note
 )
 

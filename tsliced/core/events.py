@@ -51,6 +51,8 @@ class SessionOpened:
     hooks: bool = False
     #: A helper connection of a process whose leases belong to another session.
     agent: bool = False
+    #: It asks questions and leases nothing.
+    tool: bool = False
 
 
 @value

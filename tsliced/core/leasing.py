@@ -63,6 +63,7 @@ class Leasing(Granting):
             groups=event.groups,
             hooks=event.hooks,
             agent=event.agent,
+            tool=event.tool,
         )
         self.put_session(session)
         self.out += (session.record(), WatchProcess(process=event.process))

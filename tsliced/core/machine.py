@@ -35,6 +35,7 @@ from tsliced.core.actions import (
     WatchProcess,
 )
 from tsliced.core.arbiter import Arbiter
+from tsliced.core.ending import Ending
 from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
@@ -149,6 +150,7 @@ class Machine:
             timers=self.timers,
             random=random,
         )
+        self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
         #: Operations that have been in flight for longer than they should.
@@ -280,6 +282,7 @@ class Machine:
 
     def _on_exit(self, event: ProcessExited, now: float) -> None:
         leasing, process = self.leasing, event.process
+        self.ending.on_exit(process)
         text = f"its process {process.pid} ended"
         key = self.tenancies.home.get(process)
         reach = self.tenancies.all[key].reach if key is not None else ()
@@ -323,6 +326,8 @@ class Machine:
                     self._on_stuck(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:
                     self.numbers.let_go()
+                case TimerKind.ENDING:
+                    self.ending.on_due(id_)  # type: ignore[arg-type]  # by kind
                 case TimerKind.JOURNAL:
                     leasing.out[:0] = self.unwritten.take_with(())
                 case _:

@@ -89,6 +89,8 @@ class Session:
     groups: tuple[GroupName, ...]
     hooks: bool = False
     agent: bool = False
+    #: It only asks questions; not kept, since it ends with its connection.
+    tool: bool = False
     connected: bool = True
     #: Taken back from the journal, which does not say whether it has asked together with others.
     regained: bool = False

@@ -392,6 +392,14 @@ class Tenancies:
         rank = self.all[key].participant.ranks[process]
         return rank.operation is not None or rank.state in (RankState.FROZEN, RankState.PARKED)
 
+    def at_rest(self, process: ProcessId) -> bool:
+        """Whether a process is a rank that we keep from running, with no driver call in flight."""
+        key = self.home.get(process)
+        if key is None:
+            return False
+        rank = self.all[key].participant.ranks[process]
+        return rank.operation is None and rank.state in (RankState.FROZEN, RankState.PARKED)
+
     # --- their moves --------------------------------------------------------------------------
 
     def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:

@@ -7,7 +7,7 @@ from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
-from tsliced.core.model import LeaseId, OpId, RoundId, SessionId, TenancyKey
+from tsliced.core.model import JobKey, LeaseId, OpId, RoundId, SessionId, TenancyKey
 
 K = TypeVar("K", bound=Hashable)
 
@@ -26,13 +26,14 @@ class TimerKind(Enum):
     STUCK = "stuck"
     NUMBERS = "numbers"
     JOURNAL = "journal"
+    ENDING = "ending"
 
 
 class TimerKey(NamedTuple):
     """One thing that comes due."""
 
     kind: TimerKind
-    id: LeaseId | SessionId | TenancyKey | RoundId | OpId
+    id: LeaseId | SessionId | TenancyKey | RoundId | OpId | JobKey
 
 
 class Timers(Generic[K]):

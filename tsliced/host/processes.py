@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 from enum import Enum
-from errno import EINVAL, EMFILE, ENFILE, ENOENT, ESRCH
+from errno import EINVAL, EMFILE, ENFILE, ENOENT
 from typing import Final
 
 from tsliced.core.model import ProcessId
@@ -142,6 +143,41 @@ def ns_pid(pid: int, *, proc: str = PROC) -> int | None:
     return int(words[-1]) if words else None
 
 
+def open_pidfd(process: ProcessId) -> int | None:
+    """Return a pidfd of this very process, or None if it is dead. Raises OSError."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    try:
+        # Only now is it certain whose descriptor it is: the pid may have been reused.
+        alive = is_alive(process)
+    except BaseException:
+        os.close(pidfd)
+        raise
+    if not alive:
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def send_signal(process: ProcessId, number: signal.Signals) -> bool:
+    """Signal this very process, and never its successor; return False if it is dead.
+
+    Raises OSError: it may not be signalled, or no descriptor is left.
+    """
+    pidfd = open_pidfd(process)
+    if pidfd is None:
+        return False
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
 class ProcessLimitError(Exception):
     """No more processes can be watched or known; the caller must refuse whoever asked."""
 
@@ -223,10 +259,8 @@ class ExitWatch:
     def _open(self, process: ProcessId) -> int | None:
         """Return a pidfd of this very process, or None if it is dead."""
         try:
-            pidfd = os.pidfd_open(process.pid)
+            return open_pidfd(process)
         except OSError as exc:
-            if exc.errno == ESRCH:
-                return None
             if exc.errno in (EINVAL, ENOENT):
                 raise NotAProcessError(process.pid) from exc
             if exc.errno in (EMFILE, ENFILE):
@@ -235,16 +269,6 @@ class ExitWatch:
                     limit=len(self),
                 ) from exc
             raise
-        try:
-            # Only now is it certain whose death the descriptor tells: the pid may have been reused.
-            alive = is_alive(process)
-        except BaseException:
-            os.close(pidfd)
-            raise
-        if not alive:
-            os.close(pidfd)
-            return None
-        return pidfd
 
     def _exited(self, process: ProcessId) -> None:
         self.discard(process)

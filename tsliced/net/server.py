@@ -263,6 +263,7 @@ class Server:
                 groups=groups,
                 hooks=client.hooks,
                 agent=hello.role == "agent",
+                tool=tool,
             )
         )
         self._welcome(client, resumed=False, secret=secret, groups=groups)

@@ -457,7 +457,9 @@ class World:
 
     # --- clients ------------------------------------------------------------------------------
 
-    def session(self, owner: JobKey, *, hooks: bool = False, pid: int | None = None) -> SessionId:
+    def session(
+        self, owner: JobKey, *, hooks: bool = False, pid: int | None = None, tool: bool = False
+    ) -> SessionId:
         """Open a session for a job."""
         number = next(self.pids) if pid is None else pid
         session, process = SessionId(f"s{next(self.pids)}"), ProcessId(number, 1)
@@ -470,6 +472,7 @@ class World:
                 secret=b"secret",
                 groups=tuple(group.name for group in self.groups),
                 hooks=hooks,
+                tool=tool,
             )
         )
         return session

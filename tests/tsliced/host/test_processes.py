@@ -34,6 +34,7 @@ from tsliced.host.processes import (
     ns_pid,
     parent_chain,
     run_state,
+    send_signal,
     uid_of,
 )
 from tsliced.host.procfs import read_stat
@@ -99,6 +100,17 @@ def test_a_process_is_its_pid_and_start_time() -> None:
     assert process == ProcessId(os.getpid(), start_time_by_psutil(os.getpid()))
     assert is_alive(process)
     assert not is_alive(ProcessId(process.pid, process.start_time + 1))
+
+
+def test_a_signal_reaches_this_very_process_and_no_other() -> None:
+    with python(IDLE) as child:
+        process = identify(child.pid)
+        assert process is not None
+        assert not send_signal(ProcessId(child.pid, process.start_time - 1), signal.SIGKILL)
+        assert child.poll() is None
+        assert send_signal(process, signal.SIGTERM)
+        assert child.wait(LIMIT_S) == -signal.SIGTERM
+        assert not send_signal(process, signal.SIGTERM)
 
 
 def test_a_name_with_parentheses_and_blanks_does_not_confuse_the_fields() -> None:
