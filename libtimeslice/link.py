@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from libtimeslice.errors import DaemonUnreachable, ProtocolError, Unavailable, error_from
-from libtimeslice.protocol import FrameReader, Message, encode
+from libtimeslice.protocol import FrameReader, Message, check_version_untrusted, encode
 
 #: Bytes to ask the kernel for at a time; the usual message has about a hundred.
 READ_BYTES = 16384
@@ -159,6 +159,7 @@ def _shake_hands(sock: socket.socket, path: str, hello: Message, deadline: float
         raise ProtocolError(
             f"expected a welcome, not {welcome.get('t')!r:.80}; is {path} tsliced's?"
         )
+    check_version_untrusted(welcome)
     return Link(sock=sock, reader=reader, welcome=welcome, backlog=messages)
 
 

@@ -458,11 +458,8 @@ def _parse_hello(message: Message) -> Hello:
     if not (isinstance(version, list) and [type(part) for part in version[:2]] == [int, int]):
         refuse_field(message, "version", "must be [major, minor]")
     if version[0] != PROTOCOL_VERSION[0]:
-        raise ProtocolError(
-            f"protocol version {version[0]}.{version[1]} is not spoken here, "
-            f"{PROTOCOL_VERSION[0]}.{PROTOCOL_VERSION[1]} is; update the older side",
-            code=ErrorCode.UNSUPPORTED_VERSION,
-        )
+        older = "libtimeslice in the job" if version[0] < PROTOCOL_VERSION[0] else "tsliced"
+        raise _unsupported_version(version, older)
     role = message.get("role", "client")
     if role not in ("client", "agent", "tool"):
         refuse_field(message, "role", "must be 'client', 'agent' or 'tool'")
@@ -479,6 +476,24 @@ def _parse_hello(message: Message) -> Hello:
         session=optional_text_field(message, "session"),
         secret=secret,
         ranks=optional_int_field(message, "ranks", 1, MAX_RANKS),
+    )
+
+
+def check_version_untrusted(welcome: Message) -> None:
+    """Raises ProtocolError (`unsupported_version`) if a welcome is of another major version."""
+    version = welcome.get("version")
+    if not (isinstance(version, list) and [type(part) for part in version[:2]] == [int, int]):
+        raise ProtocolError("a welcome without a version", code=ErrorCode.BAD_REQUEST)
+    if version[0] != PROTOCOL_VERSION[0]:
+        older = "tsliced" if version[0] < PROTOCOL_VERSION[0] else "libtimeslice in the job"
+        raise _unsupported_version(version, older)
+
+
+def _unsupported_version(theirs: list[int], older: str) -> ProtocolError:
+    return ProtocolError(
+        f"protocol version {theirs[0]}.{theirs[1]} is not spoken here, "
+        f"{PROTOCOL_VERSION[0]}.{PROTOCOL_VERSION[1]} is; update {older}, which is the older side",
+        code=ErrorCode.UNSUPPORTED_VERSION,
     )
 
 

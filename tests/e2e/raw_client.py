@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from harness import LIMIT_S
 
@@ -25,7 +25,7 @@ class RawClient:
         self._messages: list[Message] = []
         self._ids = 0
 
-    def __enter__(self) -> RawClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -77,6 +77,14 @@ def state_of(lease: LeaseView) -> LeaseState:
     return lease.state
 
 
+def wait_for(true: Callable[[], bool]) -> None:
+    """Waits for what another thread of the client does: it has no event for that."""
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.002)
+
+
 @dataclass(eq=False)
 class FakeSession:
     """What the daemon keeps of a client while its connection is gone."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from fake_daemon import Background, FakeConnection, FakeDaemon, state_of
+from fake_daemon import Background, FakeConnection, FakeDaemon, state_of, wait_for
 
 from libtimeslice import (
     AcquireTimeout,
@@ -372,11 +372,3 @@ def wait_for_state(ts: TimeSlice, lease: str, state: LeaseState) -> None:
         return LeaseState.LOST if grant is None else grant.state
 
     wait_for(lambda: known() is state)
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    """Waits for what another thread of the client does: it has no event for that."""
-    limit = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.002)
