@@ -20,6 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from history import Recorder, directory_of, is_stopped
+from judging import Judged, judge
+
 from libtimeslice.connection import Connection
 
 HERE = Path(__file__).resolve().parent
@@ -109,9 +112,10 @@ class Pending:
 class Rank:
     """A running ``rank.py``."""
 
-    def __init__(self, job: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, job: str, process: subprocess.Popen[bytes], recorder: Recorder) -> None:
         self.job = job
         self.process = process
+        self._recorder = recorder
         self._buffer = b""
         self._unanswered: list[Pending] = []
 
@@ -152,6 +156,7 @@ class Rank:
 
     def kill(self) -> None:
         """Ends the process at once, and reaps it."""
+        self._recorder.write("killed", pid=self.pid)
         self.process.kill()
         self.process.wait(LIMIT_S)
 
@@ -172,6 +177,9 @@ class Host:
         # Device memory and the journal are files; the kernel limits paths of sockets.
         self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir=base))
         self.directory.chmod(0o755)
+        directory_of(self.directory / "s").mkdir()
+        directory_of(self.directory / "s").chmod(0o1777)
+        self.recorder = Recorder(directory_of(self.directory / "s"))
         self.socket = self.directory / "s"
         self.log = self.directory / "log"
         self.config = self.directory / "tsliced.toml"
@@ -202,7 +210,7 @@ class Host:
 
     def variables(self, **extra: str) -> dict[str, str]:
         """Returns the environment of a process of this host."""
-        foreign = ("TSLICE_", "SLURM_", "CUDA_", "SOFTCUDA_", "RAY_")
+        foreign = ("TSLICE_", "SLURM_", "CUDA_", "SOFTCUDA_", "RAY_", "JOURNAL_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         return {**kept, **self._environment, **extra}
 
@@ -301,6 +309,11 @@ class Host:
         """Returns the states of all ranks that the daemon knows, by pid."""
         return {rank["pid"]: rank["state"] for rank in self.ask("ps")["ranks"]}
 
+    def doing(self, *, for_s: float = 0.0) -> set[str]:
+        """Returns the operations on ranks that have been under way so long."""
+        ranks = self.ask("ps")["ranks"]
+        return {rank["doing"] for rank in ranks if rank["doing"] and rank["doing_s"] >= for_s}
+
     def events(self, *kinds: str, since: int = 0) -> list[dict[str, Any]]:
         """Returns the history, the oldest first, of some kinds or of all."""
         events = self.ask("events", since=since, follow=False, limit=10_000)["events"]
@@ -330,7 +343,7 @@ class Host:
                 bufsize=0,
                 env=self.variables(**environment),
             )
-        rank = Rank(job, process)
+        rank = Rank(job, process, self.recorder)
         self._ranks.append(rank)
         return rank
 
@@ -369,6 +382,44 @@ class Host:
         temporary.write_text("".join(f"{line}\n" for line in lines))
         temporary.rename(path)
 
+    # --- what clients saw ---------------------------------------------------------------------
+
+    def judge(self) -> Judged:
+        """Returns what the clients wrote down so far, and what of it must not have happened."""
+        groups = [name for name in {**DEFAULTS, **self.settings} if name.startswith("groups.")]
+        settings = [self.settings.get(name, {}) for name in ("daemon", "limits", *groups)]
+        fifo = all(values.get("policy", "fifo") == "fifo" for values in settings)
+        bound = self.settings.get("limits", {}).get("max_passed_over", 8)
+        return judge(
+            directory_of(self.socket),
+            self.log,
+            order=[name.removeprefix("groups.") for name in groups],
+            passes=0 if fifo else int(str(bound)),
+        )
+
+    def forget(self) -> None:
+        """Notes that the daemon's memory is about to be lost, and with it all places."""
+        self.recorder.write("forgotten")
+
+    def _lost_waiters(self, limit_s: float) -> list[str]:
+        """Returns who waits for an answer still when the limit is over, and is in no queue."""
+        end = time.monotonic() + limit_s
+        while self.daemon is not None and self.daemon.poll() is None:
+            lost = self._unknown_waiters()
+            if not lost or time.monotonic() > end:
+                return lost
+            time.sleep(POLL_S)
+        return []
+
+    def _unknown_waiters(self) -> list[str]:
+        status = self.status()
+        waiting = [entry["job"] for group in status["groups"] for entry in group["queue"]]
+        waiting += [group["next"] for group in status["groups"] if group["next"]]
+        waiting += [job["job"] for job in status["jobs"] if job["gathering"]]
+        known = {f"{job['uid']}/{job['id']}" for job in waiting}
+        pids = {rank.pid for rank in self._ranks if not is_stopped(rank.pid)}
+        return [str(a) for a in self.judge().pending() if a.pid in pids and a.job not in known]
+
     # --- the end ------------------------------------------------------------------------------
 
     def workers(self) -> list[int]:
@@ -376,9 +427,14 @@ class Host:
         mark = str(self.directory / "state" / "workers").encode()
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is(pid, mark)]
 
-    def close(self) -> None:
-        """Ends everything; then the daemon must have ended well, and nothing may be left."""
+    def close(self, *, answer_limit_s: float = LIMIT_S) -> None:
+        """Ends everything; then the daemon must have ended well, and nothing may be left.
+
+        What clients saw is judged before. Whoever still waits is in a queue, or gets an answer
+        within the limit.
+        """
         try:
+            lost = self._lost_waiters(answer_limit_s)
             for rank in self._ranks:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGCONT)
@@ -390,6 +446,9 @@ class Host:
                 assert self.daemon.poll() is None, f"the daemon ended: {self.daemon.poll()}"
                 assert self.stop_daemon() == 0, "the daemon ended badly"
             until(lambda: not self.workers(), "all workers end")
+            judged = self.judge()
+            assert not judged.violations, judged.report()
+            assert not lost, f"waiters are lost: {lost}"
             assert not self.socket.exists(), "the daemon takes its socket away"
         finally:
             # pytest shows this for a test that failed.

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from history import Recorder, directory_of
+
 import libtimeslice
 from libtimeslice.connection import Connection
 from libtimeslice.link import open_link
@@ -145,6 +147,38 @@ def client() -> libtimeslice.TimeSlice:
     return libtimeslice.connect(job=job, last_turn_s=0, connect_timeout_s=20)
 
 
+@cache
+def recorder() -> Recorder:
+    return Recorder(directory_of(os.environ.get("TSLICE_SOCKET", "/nowhere")))
+
+
+def job() -> str | None:
+    named = os.environ.get("TSLICE_JOB_ID") or client().job
+    return f"{os.getuid()}/{named}" if named is not None else None
+
+
+def take(groups: Any = None, **ask: Any) -> libtimeslice.Lease:
+    """Acquires a lease, and writes down when it was asked for and what came of it."""
+    names = [groups] if isinstance(groups, str) else list(groups or ())
+    number = recorder().invoke(job(), names, ask.get("ranks") or 1)
+    try:
+        lease = client().acquire(groups, **ask)
+    except BaseException as error:
+        recorder().fail(number, str(getattr(error, "code", type(error).__name__)))
+        raise
+    recorder().ok(number, job() or "", lease.id, lease.tokens)
+    return lease
+
+
+def give_back(lease: libtimeslice.Lease) -> libtimeslice.Released | None:
+    """Releases a lease, and writes that down before."""
+    if lease.state is libtimeslice.LeaseState.LOST:
+        recorder().lost(lease.id, lease.reason)
+    else:
+        recorder().release(lease.id)
+    return client().release(lease)
+
+
 def told(lease: libtimeslice.Lease) -> dict[str, Any]:
     return {
         "state": lease.state.value,
@@ -160,14 +194,14 @@ def told(lease: libtimeslice.Lease) -> dict[str, Any]:
 @command
 def acquire(**ask: Any) -> dict[str, Any]:
     """Waits for a lease and holds it; returns what it tells."""
-    leases.append(client().acquire(**ask))
+    leases.append(take(**ask))
     return told(leases[-1])
 
 
 @command
 def release() -> dict[str, Any]:
     """Gives the latest lease back."""
-    released = client().release(leases.pop())
+    released = give_back(leases.pop())
     return {} if released is None else released._asdict()
 
 
@@ -180,18 +214,20 @@ def look() -> dict[str, Any]:
 @command
 def initialise(group: str, mib: int, seed: int, timeout: float = 60) -> dict[str, Any]:
     """Takes a first turn and makes all device state in it, as a trainer does when it loads."""
-    with client().lease(group, phase="init", timeout=timeout) as lease:
+    lease = take(group, phase="init", timeout=timeout)
+    try:
         context()
         fill(mib, seed)
         return told(lease)
+    finally:
+        give_back(lease)
 
 
 @command
 def train(groups: list[str], turns: int) -> int:
     """Takes turns as fast as they come, and returns how many."""
     for _ in range(turns):
-        with client().lease(groups, timeout=60):
-            pass
+        give_back(take(groups, timeout=60))
     return turns
 
 

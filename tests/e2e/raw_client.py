@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness import LIMIT_S
+from history import Recorder, directory_of
 
 from libtimeslice.protocol import FrameReader, Message, encode
 
@@ -24,6 +25,10 @@ class RawClient:
         self._reader = FrameReader()
         self._messages: list[Message] = []
         self._ids = 0
+        self._recorder = Recorder(directory_of(path))
+        self._job = ""
+        #: Numbers in the history of the acquires that have no answer yet, by request.
+        self._asked: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -42,6 +47,14 @@ class RawClient:
         return self.receive()
 
     def send(self, message: Message) -> None:
+        match message:
+            case {"t": "acquire", "id": int(number), "groups": [*groups]}:
+                ranks = message.get("ranks") or 1
+                self._asked[number] = self._recorder.invoke(self._job, groups, ranks)
+            case {"t": "release", "lease": str(lease)}:
+                self._recorder.release(lease)
+            case _:
+                pass
         self.socket.sendall(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
@@ -75,7 +88,22 @@ class RawClient:
             if not data:
                 raise EOFError
             self._messages = self._reader.feed(data)
-        return self._messages.pop(0)
+        message = self._messages.pop(0)
+        self._record(message)
+        return message
+
+    def _record(self, message: Message) -> None:
+        match message:
+            case {"t": "welcome", "job": {"uid": uid, "id": name}}:
+                self._job = f"{uid}/{name}"
+            case {"t": "lost", "lease": lease, "reason": reason}:
+                self._recorder.lost(lease, reason)
+            case {"re": request, "lease": lease, "tokens": tokens} if request in self._asked:
+                self._recorder.ok(self._asked.pop(request), self._job, lease, tokens)
+            case {"re": request, "err": {"code": code}} if request in self._asked:
+                self._recorder.fail(self._asked.pop(request), code)
+            case _:
+                pass
 
     def is_hung_up(self) -> bool:
         """Waits for the daemon to close, and returns whether nothing came before that."""
