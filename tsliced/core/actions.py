@@ -11,6 +11,7 @@ from typing import TypeAlias
 from tsliced.core.model import (
     Arrival,
     DeviceId,
+    Drain,
     Goal,
     GroupName,
     JobKey,
@@ -132,6 +133,14 @@ class FaultRecord:
     reason: Reason | None
 
 
+@value
+class DrainRecord:
+    """Nobody more is let onto a group, or again (`drain` None)."""
+
+    group: GroupName
+    drain: Drain | None
+
+
 Record: TypeAlias = (
     SessionRecord
     | SessionEndedRecord
@@ -142,6 +151,7 @@ Record: TypeAlias = (
     | RankRecord
     | RankEndedRecord
     | FaultRecord
+    | DrainRecord
 )
 
 # --- actions: towards clients -----------------------------------------------------------------
@@ -211,6 +221,8 @@ class TellStalled:
     lease: LeaseId
     job: JobKey
     reason: Reason
+    #: What somebody has to do about it; empty: it is tried again by itself.
+    way_out: str = ""
 
 
 @value

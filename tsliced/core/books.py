@@ -31,6 +31,7 @@ from tsliced.core.model import (
     SessionId,
     TenancyKey,
 )
+from tsliced.core.remedies import out_of_fault
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease, Session
 from tsliced.core.signals import Effect
@@ -55,6 +56,8 @@ class Books:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     rounds: dict[RoundId, Round] = field(default_factory=dict)
     faults: dict[JobKey, Reason] = field(default_factory=dict)
+    #: Since when; of a fault that is older than this daemon, since it started.
+    faulted_at: dict[JobKey, float] = field(default_factory=dict)
     #: Groups that must be looked at before the event is done with.
     todo: deque[GroupName] = field(default_factory=deque)
 
@@ -140,15 +143,25 @@ class Books:
 
     # --- faults -------------------------------------------------------------------------------
 
-    def set_fault(self, job: JobKey, reason: Reason) -> None:
+    def set_fault(self, key: TenancyKey, reason: Reason, now: float) -> None:
         """Refuse a job until its processes are gone or the fault is cleared."""
-        self.faults[job] = reason
-        self.out.append(FaultRecord(job=job, reason=reason))
+        self.faults[key.job], self.faulted_at[key.job] = reason, now
+        self.out.append(FaultRecord(job=key.job, reason=reason))
+        self.note_fault("faulted", key, reason, out_of_fault(key.job))
 
     def clear_fault(self, job: JobKey) -> None:
         """Let a faulted job try again."""
         if self.faults.pop(job, None) is not None:
+            del self.faulted_at[job]
             self.out.append(FaultRecord(job=job, reason=None))
+            facts = {"job": str(job), "reason": "the fault is cleared"}
+            self.out.append(Note(kind="cleared", level="info", facts=facts))
+
+    def clear_fault_of(self, job: JobKey, process: ProcessId) -> None:
+        """Let a job try again whose fault was that of a process that is gone."""
+        fault = self.faults.get(job)
+        if fault is not None and fault.rank is not None and fault.rank.process == process:
+            self.clear_fault(job)
 
     def tidy(self, job: JobKey) -> None:
         """Forget of a job what nothing of it is left for."""
@@ -195,14 +208,16 @@ class Books:
                 )
             )
 
-    def tell_stalled(self, round_: Round, job: JobKey, reason: Reason) -> None:
+    def tell_stalled(self, round_: Round, job: JobKey, reason: Reason, way_out: str = "") -> None:
         """Tell a round, once for each reason, why its turn does not come."""
         if round_.stalled == reason:
             return
         round_.stalled = reason
         for lease in round_.members.values():
             self.out.append(
-                TellStalled(session=lease.session, lease=lease.id, job=job, reason=reason)
+                TellStalled(
+                    session=lease.session, lease=lease.id, job=job, reason=reason, way_out=way_out
+                )
             )
 
     def tell_rank_lost(self, key: TenancyKey, process: ProcessId) -> None:
@@ -217,9 +232,15 @@ class Books:
 
     # --- the history --------------------------------------------------------------------------
 
-    def note_fault(self, kind: str, key: TenancyKey, reason: Reason) -> None:
+    def note_fault(self, kind: str, key: TenancyKey, reason: Reason, way_out: str) -> None:
         """Note that somebody must look after a tenancy."""
-        facts = {"job": str(key.job), "groups": ",".join(key.groups), "reason": str(reason)}
+        facts = {
+            "job": str(key.job),
+            "groups": ",".join(key.groups),
+            "rank": str(reason.rank) if reason.rank else None,
+            "reason": str(reason),
+            "way_out": way_out,
+        }
         self.out.append(Note(kind=kind, level="error", facts=facts))
 
     def note_queued(self, lease: Lease) -> None:

@@ -117,6 +117,8 @@ class Coordinator:
     reason: Reason | None = None
     #: Evicting was given up on; it stays until a rank is gone or an operator clears it.
     pinned: Reason | None = None
+    #: When it was PINNED or BLOCKED.
+    stopped_at: float = 0.0
     #: Instant at which the barrier, or the pause before another try, is over.
     deadline: float | None = None
     #: When the move under way began.
@@ -220,6 +222,17 @@ class Coordinator:
         out = self._unpin()
         return out + self._start_over(now) if self.place is Place.BLOCKED else out
 
+    def hurry(self, *, now: float) -> list[Effect]:
+        """End a pause before another try."""
+        if self.wanted is None or self.deadline is None:
+            return []
+        return self._turn(self.wanted, now)
+
+    def pin(self, reason: Reason, *, now: float) -> list[Effect]:
+        """Give evicting up."""
+        self.pinned, self.stopped_at = reason, now
+        return [self.record()]
+
     def _unpin(self) -> list[Effect]:
         if self.pinned is None:
             return []
@@ -255,19 +268,19 @@ class Coordinator:
         self._recoveries += 1
         enough = self._recoveries >= MAX_RECOVERIES and not reason.is_ours
         if reason.cause is Cause.FAILED or enough:
-            return self._block(reason)
+            return self._block(reason, now)
         self.wanted = back
         limits, doublings = self.limits, min(self._recoveries, MAX_DOUBLINGS)
         self.deadline = now + min(limits.retry_max_s, limits.retry_min_s * 2**doublings)
         return []
 
-    def _block(self, reason: Reason) -> list[Effect]:
+    def _block(self, reason: Reason, now: float) -> list[Effect]:
         first = self.reason
         if first is not None and first.text != reason.text:
             # What began it is what somebody has to mend.
             text = f"{reason.text} (it began with: {first})"
             reason = Reason(cause=reason.cause, text=text, rank=reason.rank)
-        self.place, self.reason = Place.BLOCKED, reason
+        self.place, self.reason, self.stopped_at = Place.BLOCKED, reason, now
         return [Blocked(tenancy=self.tenancy, reason=reason)]
 
     def _states(self) -> list[RankState]:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from tsliced.core.actions import Action, Record
 from tsliced.core.model import (
     Arrival,
+    Drain,
     FoundRank,
     GroupName,
     JobKey,
@@ -210,6 +211,31 @@ class FaultCleared:
     job: JobKey
 
 
+@value
+class RetryRequested:
+    """An operator wants what failed for a job to be tried again now: cleared, and no pause kept."""
+
+    job: JobKey
+
+
+@value
+class KillRequested:
+    """An operator, or the job's own user, wants all processes of a job ended."""
+
+    job: JobKey
+    #: Who it was, for the log.
+    by: str
+    grace_s: float
+
+
+@value
+class DrainOrdered:
+    """An operator wants nobody more on a group, or (`drain` None) lets jobs in again."""
+
+    group: GroupName
+    drain: Drain | None
+
+
 Event: TypeAlias = (
     Started
     | TimePassed
@@ -232,4 +258,7 @@ Event: TypeAlias = (
     | NumbersReserved
     | RecordsFailed
     | FaultCleared
+    | RetryRequested
+    | KillRequested
+    | DrainOrdered
 )

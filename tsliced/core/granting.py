@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, assert_never
 
 from tsliced.core.actions import TellLost
 from tsliced.core.arbiter import Arbiter
-from tsliced.core.books import Books
 from tsliced.core.coordinator import MAX_DOUBLINGS, Place
+from tsliced.core.draining import Draining
 from tsliced.core.model import (
     LASTING,
     Cause,
+    Drain,
     GroupName,
+    JobKey,
     LeaseId,
     ProcessId,
     Reason,
@@ -34,6 +36,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
+from tsliced.core.remedies import explained, out_of_block, out_of_fault, out_of_pin
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
@@ -57,15 +60,15 @@ _COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
 
 @dataclass(slots=True, kw_only=True)
-class Granting(Books):
+class Granting(Draining):
     """The books of one host, and what moves the rounds in them on."""
 
     numbers: Numbers
     random: Random
     #: Order of arrival given out last.
     last_place: int = 0
-    #: Groups that a round has left without having held them.
-    vacated: dict[GroupName, None] = field(default_factory=dict)
+    #: Being brought back because an operator wants it tried again: no round waits for them.
+    tried: dict[TenancyKey, None] = field(default_factory=dict)
 
     def on_retry_due(self, round_id: RoundId, now: float) -> None:
         """The pause before another try is over."""
@@ -79,9 +82,21 @@ class Granting(Books):
             self.arbiters[group].choose(now=now)
             if (round_ := self.chosen_for(group)) is not None:
                 self.advance(round_, now)
+            else:
+                self.park(group, now)
         for group in self.vacated:
-            self._spare(group, now)
+            self.spare(group, now)
         self.vacated.clear()
+
+    def drain(self, group: GroupName, drain: Drain | None, now: float) -> None:
+        """Let nobody more onto a group, or let jobs in again."""
+        if not self.set_drain(group, drain):
+            return
+        if drain is not None:
+            self.set_all_aside(group)
+        for round_ in self.come_back():
+            self.advance(round_, now)
+        self.work_off(now)
 
     # --- the way of a round -------------------------------------------------------------------
 
@@ -118,6 +133,8 @@ class Granting(Books):
             self._grant_round(round_, now)
 
     def _reserve(self, round_: Round, now: float) -> bool:
+        if self.drains and self.set_aside(round_):
+            return False
         while round_.reserved < len(round_.groups):
             arbiter = self.arbiters[round_.groups[round_.reserved]]
             if arbiter.chosen != round_.id and not arbiter.claim(round_.id):
@@ -142,8 +159,8 @@ class Granting(Books):
 
     def _clear_devices(self, round_: Round, now: float) -> bool:
         """Order what must be moved; return whether nothing must."""
-        if (fault := self.faults.get(round_.job)) is not None:
-            self._refuse_round(round_, "job_faulted", str(fault), now)
+        if round_.job in self.faults:
+            self._refuse_round(round_, "job_faulted", self.explain_fault(round_.job, now), now)
             return False
         try:
             own = self.tenancies.cover(round_.job, round_.groups, self.out)
@@ -155,7 +172,7 @@ class Granting(Books):
         if (
             blocked := next((t for t in own if t.coordinator.place is Place.BLOCKED), None)
         ) is not None:
-            self._refuse_round(round_, "blocked", str(blocked.coordinator.reason), now)
+            self._refuse_round(round_, "blocked", self.explain_stop(blocked, now) or "", now)
             return False
         keys = {tenancy.key for tenancy in own}
         others = {
@@ -180,17 +197,17 @@ class Granting(Books):
         if not coordinator.stable or self._pausing(round_):
             return
         if (obstacle := self._obstacle(tenancy)) is not None:
-            self.tell_stalled(round_, tenancy.key.job, obstacle)
+            self.tell_stalled(round_, tenancy.key.job, *obstacle)
             return
         self.out += self.tenancies.evict(tenancy.key, now=now)
 
-    def _obstacle(self, tenancy: Tenancy) -> Reason | None:
-        """Say why a tenancy in the way must stay, if it must."""
-        coordinator = tenancy.coordinator
-        if coordinator.place is Place.BLOCKED:
-            return coordinator.reason
+    def _obstacle(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
+        """Say why a tenancy in the way must stay, if it must, and what helps."""
+        coordinator, job = tenancy.coordinator, tenancy.key.job
+        if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
+            return coordinator.reason, out_of_block(job, coordinator.reason)
         if coordinator.pinned is not None:
-            return coordinator.pinned
+            return coordinator.pinned, out_of_pin(job)
         for group in tenancy.reach:
             holder = self.chosen_for(group)
             if holder is None or holder.job != tenancy.key.job:
@@ -199,7 +216,21 @@ class Granting(Books):
                 # A process of it reaches from what its job holds to what others want.
                 text = f"it holds {group}, and a process of it has contexts elsewhere too"
                 rank = next(iter(tenancy.beyond.values()), None)
-                return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank)
+                return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank), ""
+        return None
+
+    def explain_fault(self, job: JobKey, now: float) -> str:
+        """Say what a faulted job is held back for, for how long, and what helps."""
+        return explained(self.faults[job], now - self.faulted_at[job], out_of_fault(job))
+
+    def explain_stop(self, tenancy: Tenancy, now: float) -> str | None:
+        """Say why a tenancy is BLOCKED or PINNED, for how long, and what helps; None: it is not."""
+        coordinator, job = tenancy.coordinator, tenancy.key.job
+        seconds = now - coordinator.stopped_at
+        if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
+            return explained(coordinator.reason, seconds, out_of_block(job, coordinator.reason))
+        if coordinator.pinned is not None:
+            return explained(coordinator.pinned, seconds, out_of_pin(job))
         return None
 
     def _pausing(self, round_: Round) -> bool:
@@ -256,33 +287,17 @@ class Granting(Books):
         del self.rounds[round_.id]
         if round_.paused:
             self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
+        self.aside.pop(round_.id, None)
         if round_.state is not RoundState.GATHERING:
             # Only then is anything free: who is chosen for one group goes on to the next.
             for group in round_.groups:
-                self._leave(self.arbiters[group], round_)
+                self.leave(self.arbiters[group], round_)
         for key in self.tenancies.by_job.get(round_.job, ()):
             tenancy = self.tenancies.all[key]
             if tenancy.participant.beyond:
                 self.todo.extend(tenancy.reach)
         if round_.state is not RoundState.HELD or round_.job not in self.by_job:
             self.tidy(round_.job)
-
-    def _leave(self, arbiter: Arbiter, round_: Round) -> None:
-        waiters = len(arbiter.queue)
-        arbiter.leave(round_.id)
-        if arbiter.chosen is None and waiters:
-            self.todo.append(arbiter.name)
-        elif waiters and not arbiter.queue:
-            self.tell_contended(arbiter.name)
-        if round_.state is not RoundState.HELD:
-            self.vacated[arbiter.name] = None
-
-    def _spare(self, group: GroupName, now: float) -> None:
-        """Turn back the evictions from a group that nobody needs any more."""
-        for tenancy in self.tenancies.residents(group):
-            chosen = [self.chosen_for(g) for g in tenancy.reach]
-            if not any(r is not None and r.job != tenancy.key.job for r in chosen):
-                self.out += self.tenancies.take_back(tenancy.key, now=now)
 
     # --- what coordinators say ----------------------------------------------------------------
 
@@ -303,10 +318,12 @@ class Granting(Books):
                 self._on_admission_failed(key, reason, chosen, now)
                 self._bring_back(key, chosen, now)
             case Blocked(reason=reason):
-                self.note_fault("blocked", key, reason)
+                self.note_fault("blocked", key, reason, out_of_block(key.job, reason))
             case _:
                 assert_never(outcome)
+        self.tried.pop(key, None)
         self.todo += [group for round_ in chosen for group in round_.groups[:1]]
+        self.todo += self.drains
         self.work_off(now)
         self.tidy(key.job)
 
@@ -338,28 +355,31 @@ class Granting(Books):
             tries = round_.evict_tries[key] = round_.evict_tries.get(key, 0) + 1
             enough = tries >= self.limits.max_evict_tries and not reason.is_ours
             if reason.cause in LASTING or enough:
-                self._pin(key, reason)
+                self._pin(key, reason, now)
                 # Whoever clears it means that all of it is tried again.
                 del round_.evict_tries[key]
             else:
                 self.tell_stalled(round_, key.job, reason)
                 self._pause(round_, tries, now)
+        if self.pause_parking(self.tenancies.all[key].reach, now) and reason.cause in LASTING:
+            self._pin(key, reason, now)
 
-    def _pin(self, key: TenancyKey, reason: Reason) -> None:
+    def _pin(self, key: TenancyKey, reason: Reason, now: float) -> None:
         coordinator = self.tenancies.all[key].coordinator
         if coordinator.pinned is None:
-            coordinator.pinned = reason
-            self.out.append(coordinator.record())
-            self.note_fault("pinned", key, reason)
+            self.out += coordinator.pin(reason, now=now)
+            self.note_fault("pinned", key, reason, out_of_pin(key.job))
 
     def _on_admission_failed(
         self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float
     ) -> None:
-        for round_ in chosen:
-            if round_.job != key.job:
-                continue
+        gone = self._is_gone(reason)
+        own = [round_ for round_ in chosen if round_.job == key.job]
+        at_fault = reason.cause in _OWN_FAULTS and not gone and not reason.is_ours
+        if at_fault and key in self.tried:
+            self.set_fault(key, reason, now)
+        for round_ in own:
             round_.admit_tries += 1
-            gone = self._is_gone(reason)
             passes = reason.cause in _COMPANY or reason.is_ours
             if (passes or gone) and round_.admit_tries < MAX_ADMIT_TRIES:
                 if passes:
@@ -368,10 +388,31 @@ class Granting(Books):
                     # Nobody can be sent away, but whatever it is may pass.
                     self._pause(round_, round_.admit_tries, now)
                 continue
-            if reason.cause in _OWN_FAULTS and not gone and not reason.is_ours:
-                self.set_fault(key.job, reason)
+            if at_fault:
+                self.set_fault(key, reason, now)
             code = reason.cause.value if reason.cause in _REFUSAL_CODES else "refused"
             self._refuse_round(round_, code, str(reason), now)
+
+    def retry(self, job: JobKey, now: float) -> None:
+        """Try again at once what failed for a job: keep no pause, and bring back who was at fault.
+
+        Only onto groups that nobody has or is on; else its next acquire tries it.
+        """
+        for key in list(self.tenancies.by_job.get(job, ())):
+            tenancy = self.tenancies.all[key]
+            for round_ in self._concerned(key):
+                self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
+                round_.evict_tries.pop(key, None)
+            for group in tenancy.reach:
+                self.timers.clear(TimerKey(TimerKind.PARK, group))
+            away = tenancy.coordinator.place is Place.OFF and tenancy.participant.ranks
+            if away and all(self._is_empty(group) for group in tenancy.reach):
+                self.tried[key] = None
+                self.out += self.tenancies.admit(key, now=now)
+
+    def _is_empty(self, group: GroupName) -> bool:
+        free = self.arbiters[group].chosen is None and group not in self.drains
+        return free and not self.tenancies.residents(group)
 
     def _others_on(self, key: TenancyKey) -> bool:
         residents = (t for group in key.groups for t in self.tenancies.residents(group))
@@ -391,6 +432,7 @@ class Granting(Books):
 
     def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], process: ProcessId) -> None:
         """Tell a job that a rank of it died, and look again at what waited for it."""
+        self.clear_fault_of(key.job, process)
         self.tell_rank_lost(key, process)
         self.todo.extend(reach)
         self.tidy(key.job)
@@ -426,6 +468,7 @@ class Granting(Books):
         for arbiter in self.arbiters.values():
             arbiter.check_invariants()
             assert arbiter.chosen is None or arbiter.chosen in self.rounds
+        self.check_drains()
         assert not self.todo, "nothing is left for later"
         for round_ in self.rounds.values():
             self._check_round(round_)
@@ -441,6 +484,8 @@ class Granting(Books):
         if round_.state is RoundState.QUEUED:
             group = round_.groups[round_.reserved]
             assert round_.id in self.arbiters[group].queue, "it waits for the next one"
+        elif round_.state is RoundState.ASIDE:
+            assert round_.id in self.aside, "it is known to wait for a group that is drained"
         elif round_.state is not RoundState.GATHERING:
             assert round_.reserved == len(round_.groups), "it has all of its groups"
         states = {lease.state for lease in round_.members.values()}

@@ -154,12 +154,14 @@ class Leasing(Granting):
             self.refuse(event.session, event.request, code, ended.text)
             return
         groups = event.groups or session.groups
-        if (refusal := self._objection(session, groups)) is not None:
+        if (refusal := self._objection(session, groups, now)) is not None:
             self._refuse_for_good(session, event.request, *refusal)
             return
         self._ask(session, event, groups, lease_id, now)
 
-    def _objection(self, session: Session, groups: tuple[GroupName, ...]) -> tuple[str, str] | None:
+    def _objection(
+        self, session: Session, groups: tuple[GroupName, ...], now: float
+    ) -> tuple[str, str] | None:
         limits = self.limits
         for group in groups:
             arbiter = self.arbiters.get(group)
@@ -168,7 +170,7 @@ class Leasing(Granting):
                 return "unknown_group", f"there is no group {group!r} here; known: {known}"
             if group not in session.groups:
                 return "not_permitted", f"uid {session.job.uid} may not lease group {group!r}"
-            if len(arbiter.queue) >= limits.max_waiters:
+            if len(arbiter.queue) + len(self.aside) >= limits.max_waiters:
                 return "would_exceed_limit", f"{limits.max_waiters} already wait for {group!r}"
         if not groups:
             return "unknown_group", "this session may lease no group of this host"
@@ -177,15 +179,16 @@ class Leasing(Granting):
             return "would_exceed_limit", f"one lease has at most {most} groups"
         if len(session.leases) >= limits.max_leases_per_session:
             return "would_exceed_limit", "this session has too many leases; release some first"
-        if (reason := self.faults.get(session.job)) is not None:
-            return "job_faulted", f"{reason}; end its processes, or clear the fault"
+        if session.job in self.faults:
+            return "job_faulted", self.explain_fault(session.job, now)
         for key in self.tenancies.by_job.get(session.job, ()):
             tenancy = self.tenancies.all[key]
             pinned, shortage = tenancy.coordinator.pinned, tenancy.participant.shortage
             if (pinned or shortage) is None or set(groups).isdisjoint(key.groups):
                 continue
             if pinned is not None:
-                return "pinned", f"this job cannot be moved off its devices: {pinned}"
+                why = self.explain_stop(tenancy, now)
+                return "pinned", f"this job cannot be moved off its devices: {why}"
             return "no_host_memory", f"this job could not be parked when others wait: {shortage}"
         return None
 

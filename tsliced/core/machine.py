@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from tsliced.core.actions import (
     Action,
+    DrainRecord,
     Effects,
     FaultRecord,
     Grant,
@@ -39,6 +40,7 @@ from tsliced.core.ending import Ending
 from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
+    DrainOrdered,
     Event,
     FaultCleared,
     GrantConfirmed,
@@ -46,6 +48,7 @@ from tsliced.core.events import (
     GroupsScanned,
     HooksRun,
     HostMemoryPromised,
+    KillRequested,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
@@ -53,6 +56,7 @@ from tsliced.core.events import (
     RankRegistered,
     RecordsFailed,
     ReleaseRequested,
+    RetryRequested,
     SessionClosed,
     SessionDisconnected,
     SessionOpened,
@@ -74,6 +78,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import FairnessBounds, Fifo, Policy
+from tsliced.core.remedies import out_of_hang
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
@@ -93,6 +98,7 @@ RECORDS = (
     RankRecord,
     RankEndedRecord,
     FaultRecord,
+    DrainRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
 
@@ -204,6 +210,7 @@ class Machine:
                 tenancies.on_promised(event)
             case GroupsObserved(found=found):
                 leasing.out += tenancies.observe(found)
+                leasing.todo += leasing.drains
             case RankRegistered(found=found, groups=groups):
                 leasing.out += tenancies.put(found, groups)
             case ProcessExited():
@@ -218,6 +225,14 @@ class Machine:
                 self._on_records_failed(event, now)
             case FaultCleared(job=job):
                 self._on_fault_cleared(job, now)
+            case RetryRequested(job=job):
+                self._on_fault_cleared(job, now)
+                leasing.out += tenancies.hurry(job, now=now)
+                leasing.retry(job, now)
+            case KillRequested(job=job, by=by, grace_s=grace_s):
+                self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
+            case DrainOrdered(group=group, drain=drain):
+                leasing.drain(group, drain, now)
             case _:
                 assert_never(event)
 
@@ -272,6 +287,7 @@ class Machine:
                 leasing.take_place(round_, now)
         for job in dict.fromkeys((*tenancies.by_job, *leasing.faults)):
             leasing.tidy(job)
+        leasing.todo += leasing.drains
 
     def _on_operation(self, event: OperationFinished, now: float) -> None:
         self.timers.clear(TimerKey(TimerKind.STUCK, event.op))
@@ -320,6 +336,8 @@ class Machine:
                     leasing.on_grace_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.RETRY:
                     leasing.on_retry_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.PARK:
+                    leasing.todo.append(id_)  # type: ignore[arg-type]  # by kind
                 case TimerKind.BARRIER:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
                 case TimerKind.STUCK:
@@ -352,6 +370,7 @@ class Machine:
             "verb": start.verb.value,
             "seconds": now - rank.operation.started_at,
             "reason": "the driver has not come back; nothing is killed in the middle of a call",
+            "way_out": out_of_hang(start.tenancy.job),
         }
         self.stuck[op] = Note(kind="stuck", level="error", facts=facts)
         self.leasing.out.append(self.stuck[op])

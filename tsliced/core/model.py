@@ -153,6 +153,7 @@ class Cause(Enum):
     SILENT = "silent"
     CANCELLED = "cancelled"
     RANK_LOST = "rank_lost"
+    DRAINED = "drained"
 
 
 #: Causes that another try cannot mend.
@@ -190,6 +191,18 @@ class FoundRank:
     device_bytes: int
     uid: int = -1
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """An operator's wish that nobody more is let onto a group."""
+
+    #: What is on its devices when its lease is over is taken off, though nobody waits for them.
+    park: bool
+    #: Who wishes it and why, fit to be shown to those who wait.
+    by: str
+    #: By the clock on the wall: it outlives the daemon.
+    since_unix: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from tsliced.core.actions import (
+    DrainRecord,
     FaultRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -48,6 +49,11 @@ def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
             case FaultRecord(job=job, reason=reason):
                 assert reason is not None, "a cleared fault is not kept"
                 machine.leasing.faults[job] = reason
+                machine.leasing.faulted_at[job] = now
+            case DrainRecord(group=group, drain=drain):
+                assert drain is not None, "a drain that is over is not kept"
+                if group in machine.leasing.arbiters:
+                    machine.leasing.drains[group] = drain
             case SessionEndedRecord() | TenancyEndedRecord() | RankEndedRecord():
                 raise AssertionError("a journal's state has no ends in it")
             case _:
@@ -75,7 +81,7 @@ class _State:
             else:
                 machine.unwritten.add([SessionEndedRecord(session=ended.session)])
         for tenancy in self.tenancies:
-            _tenancy(machine, tenancy)
+            _tenancy(machine, tenancy, now)
         for rank in self.ranks:
             _rank(machine, rank)
         for known in machine.tenancies.all.values():
@@ -104,7 +110,7 @@ def _session(machine: Machine, record: SessionRecord, now: float) -> None:
     machine.leasing.await_return(record.session, now)
 
 
-def _tenancy(machine: Machine, record: TenancyRecord) -> None:
+def _tenancy(machine: Machine, record: TenancyRecord, now: float) -> None:
     if any(group not in machine.leasing.arbiters for group in record.tenancy.groups):
         # The configuration no longer has the group; its ranks are found again by a scan.
         return
@@ -112,7 +118,7 @@ def _tenancy(machine: Machine, record: TenancyRecord) -> None:
     tenancy = machine.tenancies.make(record.tenancy, place)
     coordinator, participant = tenancy.coordinator, tenancy.participant
     coordinator.stamp, coordinator.goal = record.stamp, record.goal
-    coordinator.pinned = record.pinned
+    coordinator.pinned, coordinator.stopped_at = record.pinned, now
     participant.away = record.goal in (Goal.OFF, Goal.RESTORED)
     # Whether its sessions were told to resume is not kept; to be told again does no harm.
     participant.quiesced = record.stamp != NO_STAMP

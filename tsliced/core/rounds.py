@@ -1,7 +1,8 @@
 """One joint request of a job for groups: its members, and how far it has come.
 
     GATHERING -> QUEUED -> MOVING -> HELD -> over
-                              `-> GRANTING (no token left in the block) -> HELD
+                    |         `-> GRANTING (no token left in the block) -> HELD
+                    `<-> ASIDE (a group of it is drained; from MOVING and GRANTING too)
 
 A round of several ranks is complete when all of them asked (or, by choice, at the first), is
 granted to all at once, and is over when all have released.
@@ -31,6 +32,7 @@ class RoundState(Enum):
 
     GATHERING = "gathering"
     QUEUED = "queued"
+    ASIDE = "aside"
     MOVING = "moving"
     GRANTING = "granting"
     HELD = "held"

@@ -276,6 +276,7 @@ class Tenancies:
         for key in keys:
             made = self.make(key, Place.ON if all_on else Place.OFF)
             made.coordinator.pinned = pinned
+            made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
             made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
             made.participant.quiesced = any(tenancy.participant.quiesced for tenancy in old)
             out.append(made.coordinator.record())
@@ -436,6 +437,14 @@ class Tenancies:
         for key in self.by_job.get(job, ()):
             self.touched[key] = None
             out += self.run(self.all[key].coordinator.clear(now=now), now)
+        return out
+
+    def hurry(self, job: JobKey, *, now: float) -> list[Effect]:
+        """End the pauses before a job's tenancies are moved again."""
+        out: list[Effect] = []
+        for key in self.by_job.get(job, ()):
+            self.touched[key] = None
+            out += self.run(self.all[key].coordinator.hurry(now=now), now)
         return out
 
     def on_barrier(self, key: TenancyKey, *, now: float) -> list[Effect]:

@@ -7,7 +7,7 @@ from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
-from tsliced.core.model import JobKey, LeaseId, OpId, RoundId, SessionId, TenancyKey
+from tsliced.core.model import GroupName, JobKey, LeaseId, OpId, RoundId, SessionId, TenancyKey
 
 K = TypeVar("K", bound=Hashable)
 
@@ -23,6 +23,7 @@ class TimerKind(Enum):
     GRACE = "grace"
     BARRIER = "barrier"
     RETRY = "retry"
+    PARK = "park"
     STUCK = "stuck"
     NUMBERS = "numbers"
     JOURNAL = "journal"
@@ -33,7 +34,7 @@ class TimerKey(NamedTuple):
     """One thing that comes due."""
 
     kind: TimerKind
-    id: LeaseId | SessionId | TenancyKey | RoundId | OpId | JobKey
+    id: LeaseId | SessionId | TenancyKey | RoundId | OpId | JobKey | GroupName
 
 
 class Timers(Generic[K]):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from tsliced.core.actions import (
+    DrainRecord,
     FaultRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -21,10 +22,12 @@ from tsliced.core.actions import (
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.model import JobKey, LeaseId, RankId, SessionId, TenancyKey
+from tsliced.core.model import GroupName, JobKey, LeaseId, RankId, SessionId, TenancyKey
 
 
-def subject_of(record: Record) -> SessionId | LeaseId | TenancyKey | RankId | JobKey:
+def subject_of(
+    record: Record,
+) -> SessionId | LeaseId | TenancyKey | RankId | JobKey | tuple[GroupName]:
     """Return what a record is about; a later record about the same replaces it."""
     match record:
         case SessionRecord(session=session) | SessionEndedRecord(session=session):
@@ -37,6 +40,9 @@ def subject_of(record: Record) -> SessionId | LeaseId | TenancyKey | RankId | Jo
             return rank
         case FaultRecord(job=job):
             return job
+        case DrainRecord(group=group):
+            # Not the bare name, which might be a session's too.
+            return (group,)
         case _:
             assert_never(record)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from tsliced.core.actions import (
+    DrainRecord,
     FaultRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -20,7 +21,7 @@ from tsliced.core.actions import (
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.model import JobKey, LeaseId, RankId, SessionId, TenancyKey
+from tsliced.core.model import GroupName, JobKey, LeaseId, RankId, SessionId, TenancyKey
 
 
 class KeptState:
@@ -29,6 +30,7 @@ class KeptState:
     def __init__(self) -> None:
         self._sessions: dict[SessionId, SessionRecord] = {}
         self._faults: dict[JobKey, FaultRecord] = {}
+        self._drains: dict[GroupName, DrainRecord] = {}
         self._tenancies: dict[TenancyKey, TenancyRecord] = {}
         self._ranks: dict[RankId, RankRecord] = {}
         self._leases: dict[LeaseId, LeaseRecord] = {}
@@ -60,6 +62,10 @@ class KeptState:
                 self._faults.pop(record.job, None)
             case FaultRecord():
                 self._faults[record.job] = record
+            case DrainRecord(drain=None):
+                self._drains.pop(record.group, None)
+            case DrainRecord():
+                self._drains[record.group] = record
             case _:
                 assert_never(record)
 
@@ -71,6 +77,7 @@ class KeptState:
         return (
             *self._sessions.values(),
             *self._faults.values(),
+            *self._drains.values(),
             *self._tenancies.values(),
             *self._ranks.values(),
             *sorted(self._leases.values(), key=lambda lease: lease.round),

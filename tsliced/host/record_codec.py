@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgpack
 
 from tsliced.core.actions import (
+    DrainRecord,
     FaultRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -54,6 +55,7 @@ _TAGS: Mapping[type[Record], int] = {
     RankRecord: 7,
     RankEndedRecord: 8,
     FaultRecord: 9,
+    DrainRecord: 10,
 }
 
 #: The codec is generic over types that only their hints know; `decode` checks what it makes.

@@ -65,7 +65,7 @@ def _stalled(action: TellStalled) -> Message:
         "lease": action.lease,
         "job": job_message(action.job),
         "cause": action.reason.cause.value,
-        "reason": str(action.reason),
+        "reason": "; ".join(filter(None, (str(action.reason), action.way_out))),
     }
 
 

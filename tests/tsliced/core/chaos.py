@@ -86,6 +86,9 @@ class Chaos:
             (0.2, self._break_journal),
             (0.6, self._mend_journal),
             (0.3, self._clear),
+            (0.2, self._retry),
+            (0.2, self._drain),
+            (0.5, self._undrain),
             (0.1, self._stranger),
         ]
         choices = usual + faults if self.faults else usual
@@ -188,6 +191,15 @@ class Chaos:
     def _clear(self) -> None:
         self.world.clear(self.random.choice(JOBS))
 
+    def _retry(self) -> None:
+        self.world.retry(self.random.choice(JOBS))
+
+    def _drain(self) -> None:
+        self.world.drain(self.random.choice(GROUPS).name, park=self._rarely(0.5))
+
+    def _undrain(self) -> None:
+        self.world.undrain(self.random.choice(GROUPS).name)
+
     def _stranger(self) -> None:
         self.world.context(None, self.random.choice(GROUPS).devices[0])
 
@@ -221,6 +233,8 @@ class Chaos:
         world.scans = lambda _: None
         world.numbers = lambda _: None
         world.journal_broken = None
+        for group in GROUPS:
+            world.undrain(group.name)
         for client in list(world.clients.values()):
             client.confirms = True
             if not client.connected and not client.ended:

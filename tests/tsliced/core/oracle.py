@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from world import World
 
 from tsliced.core.actions import Action, Grant, Refuse, StartOperation
-from tsliced.core.events import AcquireRequested, Event
+from tsliced.core.events import AcquireRequested, DrainOrdered, Event
 from tsliced.core.model import GroupName, JobKey, LeaseId, RankState, Token, Verb
 from tsliced.core.timers import TimerKind
 
@@ -31,6 +31,7 @@ class Oracle:
     refused: set[LeaseId] = field(default_factory=set)
     #: By group, in the order of arrival: single requests for that group alone.
     asked: dict[GroupName, list[LeaseId]] = field(default_factory=dict)
+    drained: set[GroupName] = field(default_factory=set)
 
     def watch(self, what: Event | Action) -> None:
         """Judge one event or action; the world calls it for each."""
@@ -40,6 +41,8 @@ class Oracle:
                 queue = self.asked.setdefault(group, [])
                 if lease not in queue:
                     queue.append(lease)
+            case DrainOrdered(group=group, drain=drain):
+                (self.drained.discard if drain is None else self.drained.add)(group)
             case Grant():
                 self._judge_grant(what)
             case Refuse():
@@ -65,6 +68,9 @@ class Oracle:
             # Only a round of several ranks has one token for several leases.
             fresh = last is None or token > last
             assert fresh or (token == last and self.owner[group] == client.job), "G2: tokens rise"
+            # What could not be written down may be lost with the daemon.
+            closed = group in self.drained and ("drain", group) in self.world.journal
+            assert not (closed and fresh), f"{group} is drained, and {client.job} is let onto it"
             self.last[group], self.owner[group] = token, client.job
             if self.orderly:
                 self._judge_order(group, grant.lease)
@@ -119,6 +125,7 @@ class Oracle:
             TimerKind.RETRY: leasing.rounds,
             TimerKind.BARRIER: tenancies.all,
             TimerKind.STUCK: tenancies.operations,
+            TimerKind.PARK: leasing.drains,
         }
         for kind, owner in machine.timers._at:
             assert kind not in owners or owner in owners[kind], f"a {kind} clock of {owner}"
@@ -133,6 +140,8 @@ class Oracle:
             "by_job": leasing.by_job,
             "leases": leasing.leases,
             "rounds": leasing.rounds,
+            "rounds that were set aside": leasing.aside,
+            "tenancies that are tried": leasing.tried,
             "faults": leasing.faults,
             "gangs": leasing.gangs,
             "todo": leasing.todo,

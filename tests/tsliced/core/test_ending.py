@@ -6,6 +6,7 @@ from stories import A, B, parked, resident
 from world import D1, G1, World, job
 
 from tsliced.core.actions import EndProcesses, StartOperation
+from tsliced.core.events import KillRequested
 from tsliced.core.model import ProcessId, Verb
 
 
@@ -120,3 +121,12 @@ def test_who_only_asks_questions_is_not_ended_with_the_job() -> None:
     ((_kill, processes),) = signals(world)
     assert world.process_of(session) not in processes
     assert world.machine.tenancies.by_group[G1]
+
+
+def test_an_operator_has_a_job_ended_and_is_named() -> None:
+    world = World()
+    session, (rank,) = resident(world)
+    world.feed(KillRequested(job=A, by="root", grace_s=2.0))
+    assert signals(world) == [(False, (rank, world.process_of(session)))]
+    (note,) = world.notes("ending")
+    assert (note.facts["reason"], note.facts["grace_s"]) == ("root wants it", 2.0)

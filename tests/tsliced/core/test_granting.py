@@ -359,10 +359,109 @@ def test_g11_a_fault_is_cleared_by_an_operator() -> None:
     world.clear(A)
 
 
+def test_g11_what_is_tried_again_is_brought_back_at_once_where_nobody_is() -> None:
+    world = World()
+    session, (rank,), lease = parked(world)
+    fails(world, Verb.RESTORE, Cause.DRIVER, times=2)
+    world.acquire(session)
+    world.release(lease)
+    # It still fails: that is a fault again, for whoever asks next.
+    world.retry(A)
+    assert world.code(world.acquire(session)) == "job_faulted"
+    assert len(world.notes("faulted")) == 2
+    world.retry(A)
+    assert world.state(rank) is RUNNING
+    assert len(world.notes("cleared")) == 2
+    assert world.held(world.acquire(session))
+
+
+def test_g11_what_is_tried_again_is_brought_back_only_where_nobody_is() -> None:
+    world = World()
+    session, (rank,), lease = parked(world)
+    fails(world, Verb.RESTORE, Cause.DRIVER, times=1)
+    world.acquire(session)
+    world.release(lease)
+    holder = world.acquire(world.session(B))
+    world.retry(A)
+    assert world.state(rank) is PARKED
+    world.release(holder)
+    world.context(B, D1)
+    world.look()
+    world.retry(A)
+    assert world.state(rank) is PARKED
+    world.drain()
+    world.retry(A)
+    assert world.state(rank) is PARKED
+
+
+def test_g11_an_operator_ends_the_pause_before_another_try() -> None:
+    world = World()
+    _, (rank,) = resident(world)
+    fails(world, Verb.FREEZE, Cause.FREEZE_TIMEOUT, times=1)
+    waiter = world.acquire(world.session(B))
+    assert world.waits(waiter)
+    world.retry(A)
+    assert world.held(waiter)
+    assert world.state(rank) is PARKED
+
+
+def test_g11_an_operator_ends_the_pause_of_a_move_that_cannot_turn_back() -> None:
+    world = World()
+    _, (rank,) = resident(world)
+    world.verdict = lambda verb, p: (
+        failure(Cause.DRIVER, p.id) if verb in (Verb.SNAPSHOT, Verb.THAW) else None
+    )
+    world.acquire(world.session(B))
+    tenancy = world.machine.tenancies.all[ON_G1]
+    assert tenancy.coordinator.wanted is not None
+    world.verdict = lambda _verb, _process: None
+    world.retry(A)
+    assert world.state(rank) is RUNNING
+    # Nothing waits for a pause any more: another try changes nothing.
+    world.retry(A)
+
+
+def test_g11_what_holds_a_job_back_is_said_with_how_long_and_the_way_out() -> None:
+    world = World()
+    session, _, lease = parked(world)
+    fails(world, Verb.RESTORE, Cause.DRIVER)
+    world.acquire(session)
+    world.release(lease)
+    world.pass_time(7.0)
+    world.acquire(session)
+    text = world.refusals()[-1].text
+    assert "(pid" in text
+    assert "for 7 s now" in text
+    assert "tslicectl kill 1000/a" in text
+    assert "tslicectl clear 1000/a" in text
+    (note,) = world.notes("faulted")
+    assert "tslicectl kill 1000/a" in str(note.facts["way_out"])
+    tenancy = world.machine.tenancies.all[ON_G1]
+    assert world.machine.leasing.explain_stop(tenancy, world.now) is None, "it is only parked"
+
+
+def test_g11_a_fault_is_gone_with_the_rank_that_it_is_about() -> None:
+    world = World()
+    session, (first, second), lease = parked(world, ranks=2)
+    fails(world, Verb.RESTORE, Cause.DRIVER, times=1)
+    world.acquire(session)
+    world.release(lease)
+    fault = world.machine.leasing.faults[A]
+    assert fault.rank is not None
+    at_fault = fault.rank.process
+    other = second if at_fault == first else first
+    world.die(other)
+    assert A in world.machine.leasing.faults
+    world.die(at_fault)
+    assert A not in world.machine.leasing.faults
+    assert ("fault", A) not in world.journal
+    assert world.held(world.acquire(session))
+
+
 def test_g11_a_fault_is_gone_with_all_that_was_of_the_job() -> None:
     world = World()
     session, (rank,), lease = parked(world)
-    fails(world, Verb.RESTORE, Cause.DRIVER)
+    world.verdict = lambda verb, _: failure(Cause.UNSUPPORTED) if verb is Verb.RESTORE else None
     world.acquire(session)
     world.release(lease)
     world.die(rank)

@@ -20,6 +20,7 @@ from tsliced.core.actions import (
     Action,
     ConfirmCancel,
     ConfirmRelease,
+    DrainRecord,
     Effects,
     FaultRecord,
     Grant,
@@ -44,6 +45,7 @@ from tsliced.core.actions import (
 from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
+    DrainOrdered,
     Event,
     FaultCleared,
     GroupsObserved,
@@ -55,6 +57,7 @@ from tsliced.core.events import (
     ProcessExited,
     RecordsFailed,
     ReleaseRequested,
+    RetryRequested,
     SessionClosed,
     SessionDisconnected,
     SessionOpened,
@@ -67,6 +70,7 @@ from tsliced.core.model import (
     Cause,
     CoreLimits,
     DeviceId,
+    Drain,
     FoundRank,
     GroupConfig,
     GroupName,
@@ -428,6 +432,10 @@ class World:
                 self.journal["fault", key] = record
                 if reason is None:
                     del self.journal["fault", key]
+            case DrainRecord(group=group, drain=drain):
+                self.journal["drain", group] = record
+                if drain is None:
+                    del self.journal["drain", group]
 
     def restart(self, *, finish: bool | Callable[[Action], bool] = True) -> None:
         """Kill the daemon and start it again.
@@ -585,6 +593,19 @@ class World:
     def clear(self, owner: JobKey) -> None:
         """Let an operator clear what a job is held back for."""
         self.feed(FaultCleared(job=owner))
+
+    def retry(self, owner: JobKey) -> None:
+        """Let an operator have what failed for a job tried again now."""
+        self.feed(RetryRequested(job=owner))
+
+    def drain(self, group: GroupName = G1, *, park: bool = False) -> None:
+        """Let an operator drain a group."""
+        drain = Drain(park=park, by="root", since_unix=1.0)
+        self.feed(DrainOrdered(group=group, drain=drain))
+
+    def undrain(self, group: GroupName = G1) -> None:
+        """Let an operator open a group again."""
+        self.feed(DrainOrdered(group=group, drain=None))
 
     def pass_time(self, seconds: float) -> None:
         """Let time go by, with every timer at its instant."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tsliced.core.actions import (
+    DrainRecord,
     FaultRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -19,6 +20,7 @@ from tsliced.core.model import (
     Cause,
     Counter,
     DeviceId,
+    Drain,
     Goal,
     GroupName,
     HostName,
@@ -111,6 +113,11 @@ def fault(*, cleared: bool = False) -> FaultRecord:
     return FaultRecord(job=JOB, reason=reason)
 
 
+def drain(*, over: bool = False) -> DrainRecord:
+    wish = None if over else Drain(park=True, by="root", since_unix=1_800_000_000.5)
+    return DrainRecord(group=TRAINER, drain=wish)
+
+
 TENANCY_ENDED = TenancyEndedRecord(tenancy=TENANCY)
 RANK_ENDED = RankEndedRecord(rank=RANK)
 
@@ -118,6 +125,7 @@ RANK_ENDED = RankEndedRecord(rank=RANK)
 STANDING: tuple[Record, ...] = (
     session("s-1"),
     fault(),
+    drain(),
     tenancy(),
     rank(),
     lease(1),

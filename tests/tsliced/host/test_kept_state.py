@@ -8,6 +8,7 @@ from journal_records import (
     RANK_ENDED,
     STANDING,
     TENANCY_ENDED,
+    drain,
     fault,
     lease,
     lease_ended,
@@ -41,7 +42,13 @@ def test_a_later_record_replaces_the_one_about_the_same_thing() -> None:
 
 
 def test_what_ended_is_gone() -> None:
-    ends = (TENANCY_ENDED, RANK_ENDED, fault(cleared=True), session_ended("s-1"))
+    ends = (
+        TENANCY_ENDED,
+        RANK_ENDED,
+        fault(cleared=True),
+        drain(over=True),
+        session_ended("s-1"),
+    )
     assert standing_after(*ends) == ()
     assert standing_after(tenancy(), rank(), fault(), session("s-1"), *ends) == ()
 
