@@ -20,6 +20,9 @@ static const char *const operation_names[FAULT_OPERATIONS] = {
 
 static pthread_mutex_t count_mutex = PTHREAD_MUTEX_INITIALIZER;
 static unsigned counts[FAULT_OPERATIONS];
+static unsigned device_counts[MAX_DEVICES];
+
+#define STALL_POLL_MS 5
 
 static bool matches_number(const char *field, long number)
 {
@@ -51,6 +54,8 @@ static bool parse_action(const char *action, struct fault *fault)
         fault->kind = FAULT_FAIL;
     else if (!strcmp(action, "hang"))
         fault->kind = FAULT_HANG;
+    else if (!strcmp(action, "stall"))
+        fault->kind = FAULT_STALL;
     else if (!strcmp(action, "segv"))
         fault->kind = FAULT_SEGV;
     else if (!strcmp(action, "die-before"))
@@ -64,31 +69,38 @@ static bool parse_action(const char *action, struct fault *fault)
     return true;
 }
 
-static bool known_operation(const char *name)
+/* `nvml:N` is NVML's calls on one device. */
+static bool parse_operation(const char *name, struct fault_call *named)
 {
-    for (int index = 0; index < FAULT_OPERATIONS; index++)
-        if (!strcmp(name, operation_names[index]))
+    char *end = NULL;
+    bool of_device = !strncmp(name, "nvml:", 5);
+    named->device = of_device ? (int)strtol(name + 5, &end, 10) : -1;
+    if (of_device && (end == name + 5 || *end))
+        return false;
+    for (int index = 0; index < FAULT_OPERATIONS; index++) {
+        named->operation = (enum fault_operation)index;
+        if (!strcmp(of_device ? "nvml" : name, operation_names[index]))
             return true;
+    }
     return false;
 }
 
 /* Delays add up; of the other actions the first that matches counts. */
-static void apply_line(const char *line, enum fault_operation operation, unsigned count,
-                       struct fault *fault)
+static void apply_line(const char *line, struct fault *fault)
 {
     char name[32], process[32], nth[16], action[32], more[2];
     int fields = sscanf(line, "%31s %31s %15s %31s %1s", name, process, nth, action, more);
     if (fields <= 0 || name[0] == '#')
         return;
     struct fault read = {0};
-    bool valid = (fields == 4 || (fields == 5 && more[0] == '#')) && known_operation(name) &&
-                 parse_action(action, &read);
+    bool valid = (fields == 4 || (fields == 5 && more[0] == '#')) &&
+                 parse_operation(name, &read.call) && parse_action(action, &read);
     if (!valid) {
         complain("faults file: can't use the line: %.*s", (int)strcspn(line, "\n"), line);
         return;
     }
-    if (strcmp(name, operation_names[operation]) || !matches_process(process) ||
-        !matches_number(nth, count))
+    if (read.call.operation != fault->call.operation || read.call.device != fault->call.device ||
+        !matches_process(process) || !matches_number(nth, fault->call.count))
         return;
     fault->delay_ms += read.delay_ms;
     if (fault->kind == FAULT_NONE) {
@@ -97,27 +109,47 @@ static void apply_line(const char *line, enum fault_operation operation, unsigne
     }
 }
 
-struct fault faults_for(enum fault_operation operation)
+static struct fault look_up(struct fault_call call)
 {
-    struct fault fault = {0};
+    struct fault fault = {.call = call};
     char path[4096], line[256];
-    pthread_mutex_lock(&count_mutex);
-    unsigned count = ++counts[operation];
-    pthread_mutex_unlock(&count_mutex);
     config_path(path, sizeof path, "faults");
     FILE *file = fopen(config_text("SOFTCUDA_FAULTS", path), "re");
     if (!file)
         return fault;
     while (fgets(line, sizeof line, file))
-        apply_line(line, operation, count, &fault);
+        apply_line(line, &fault);
     fclose(file);
     return fault;
+}
+
+static struct fault count_and_look_up(struct fault_call call, unsigned *counter)
+{
+    pthread_mutex_lock(&count_mutex);
+    call.count = ++*counter;
+    pthread_mutex_unlock(&count_mutex);
+    return look_up(call);
+}
+
+struct fault faults_for(enum fault_operation operation)
+{
+    struct fault_call call = {.operation = operation, .device = -1};
+    return count_and_look_up(call, &counts[operation]);
+}
+
+struct fault faults_for_device(unsigned device)
+{
+    struct fault_call call = {.operation = FAULT_NVML, .device = (int)device};
+    return count_and_look_up(call, &device_counts[device]);
 }
 
 void fault_before(const struct fault *fault)
 {
     if (fault->delay_ms)
         sleep_ms(fault->delay_ms);
+    if (fault->kind == FAULT_STALL)
+        while (look_up(fault->call).kind == FAULT_STALL)
+            sleep_ms(STALL_POLL_MS);
     if (fault->kind == FAULT_DIE_BEFORE)
         kill(getpid(), SIGKILL);
     if (fault->kind == FAULT_SEGV) {
@@ -138,4 +170,5 @@ void faults_reset(void)
 {
     pthread_mutex_init(&count_mutex, NULL);
     memset(counts, 0, sizeof counts);
+    memset(device_counts, 0, sizeof device_counts);
 }

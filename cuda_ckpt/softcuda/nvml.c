@@ -64,16 +64,22 @@ EXPORT enum nvml_result nvmlShutdown(void)
     return was_open ? NVML_SUCCESS : NVML_UNINITIALIZED;
 }
 
+/* Suffers what the faults file says. Not while the ledger is locked: it may take its time. */
+static enum nvml_result suffer(struct fault fault)
+{
+    fault_before(&fault);
+    while (fault.kind == FAULT_HANG)
+        sleep_ms(1000);
+    return fault.kind == FAULT_ERROR ? (enum nvml_result)fault.code : NVML_SUCCESS;
+}
+
 /* Locks the ledger for a call that has somewhere to write its answer; a forked child opens its
  * own. With SUCCESS, the caller must unlock. */
 static enum nvml_result enter(const void *answer)
 {
-    struct fault fault = faults_for(FAULT_NVML);
-    fault_before(&fault);
-    if (fault.kind == FAULT_ERROR && fault.code != NVML_SUCCESS)
-        return (enum nvml_result)fault.code;
-    while (fault.kind == FAULT_HANG)
-        sleep_ms(1000);
+    enum nvml_result result = suffer(faults_for(FAULT_NVML));
+    if (result != NVML_SUCCESS)
+        return result;
     if (!users)
         return NVML_UNINITIALIZED;
     if (!answer)
@@ -86,11 +92,15 @@ static enum nvml_result enter(const void *answer)
 
 static enum nvml_result device_enter(device_handle handle, const void *answer, unsigned *device)
 {
-    enum nvml_result result = enter(answer);
+    uintptr_t offset = (uintptr_t)handle - (uintptr_t)handles;
+    bool is_handle = offset < MAX_DEVICES;
+    *device = (unsigned)offset;
+    enum nvml_result result = is_handle ? suffer(faults_for_device(*device)) : NVML_SUCCESS;
+    if (result == NVML_SUCCESS)
+        result = enter(answer);
     if (result != NVML_SUCCESS)
         return result;
-    *device = (unsigned)((uintptr_t)handle - (uintptr_t)handles);
-    if ((uintptr_t)handle >= (uintptr_t)handles && *device < ledger_map()->device_count)
+    if (is_handle && *device < ledger_map()->device_count)
         return NVML_SUCCESS;
     ledger_unlock();
     return NVML_INVALID_ARGUMENT;
@@ -152,35 +162,37 @@ EXPORT enum nvml_result nvmlDeviceGetCount_v2(unsigned *count)
     return NVML_SUCCESS;
 }
 
+static enum nvml_result hand_out(unsigned device, device_handle *handle)
+{
+    *handle = &handles[device];
+    return suffer(faults_for_device(device));
+}
+
 EXPORT enum nvml_result nvmlDeviceGetHandleByIndex_v2(unsigned index, device_handle *handle)
 {
     enum nvml_result result = enter(handle);
     if (result != NVML_SUCCESS)
         return result;
-    if (index < ledger_map()->device_count)
-        *handle = &handles[index];
-    else
-        result = NVML_INVALID_ARGUMENT;
+    bool is_there = index < ledger_map()->device_count;
     ledger_unlock();
-    return result;
+    return is_there ? hand_out(index, handle) : NVML_INVALID_ARGUMENT;
 }
 
 EXPORT enum nvml_result nvmlDeviceGetHandleByUUID(const char *uuid, device_handle *handle)
 {
     char text[41];
+    unsigned device = 0;
     enum nvml_result result = enter(uuid ? handle : NULL);
     if (result != NVML_SUCCESS)
         return result;
-    result = NVML_NOT_FOUND;
-    for (unsigned device = 0; device < ledger_map()->device_count; device++) {
+    for (; device < ledger_map()->device_count; device++) {
         device_uuid_text(&ledger_map()->devices[device].uuid, text);
-        if (!strcasecmp(text, uuid)) {
-            *handle = &handles[device];
-            result = NVML_SUCCESS;
-        }
+        if (!strcasecmp(text, uuid))
+            break;
     }
+    bool is_there = device < ledger_map()->device_count;
     ledger_unlock();
-    return result;
+    return is_there ? hand_out(device, handle) : NVML_NOT_FOUND;
 }
 
 /* Takes the domain with four digits or with eight. */
@@ -317,10 +329,14 @@ static unsigned list_processes(unsigned device, struct nvml_process processes[MA
     struct process_entry entries[MAX_PROCESSES];
     unsigned count = 0;
     bool hide_used = config_flag("SOFTCUDA_NVML_USED_NONE", false);
+    bool list_residue = config_flag("SOFTCUDA_RESIDUE_LISTED", true);
     ledger_reap();
     for (int slot = 0; slot < MAX_PROCESSES; slot++) {
         const struct process_entry *entry = &ledger_map()->processes[slot];
-        if (!entry->used || !entry->contexts[device] || entry->state == STATE_CHECKPOINTED)
+        if (!entry->used || !entry->contexts[device])
+            continue;
+        if (entry->state == STATE_CHECKPOINTED &&
+            !(list_residue && ledger_used_bytes(device, slot)))
             continue;
         processes[count] = (struct nvml_process){
             .used_bytes = hide_used ? NVML_NOT_AVAILABLE : ledger_used_bytes(device, slot),

@@ -11,6 +11,8 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older C libraries don't name it */
 #endif
 
+enum { MAX_RESIDUE_PAGES = 512 };
+
 #define POPULATE_BYTES ((uint64_t)16 << 20)
 /* Small enough that a throttled copy moves something in every window of NVML's PCIe counters. */
 #define COPY_BYTES ((uint64_t)256 << 10)
@@ -61,6 +63,31 @@ static bool save_allocation(struct allocation *allocation, struct pace *pace)
     return true;
 }
 
+/* Pages that stay on each device while the process is checkpointed: a driver or an engine may not
+ * give everything back. */
+static uint32_t residue[MAX_DEVICES][MAX_RESIDUE_PAGES];
+static uint32_t residue_count[MAX_DEVICES];
+
+/* With the ledger locked; as much as there is room for. */
+static void keep_residue(void)
+{
+    long mebibytes = config_number("SOFTCUDA_RESIDUE_MIB", 0, 0, MAX_RESIDUE_PAGES * 2);
+    uint32_t count = (uint32_t)((mebibytes << 20) / PAGE_BYTES);
+    const struct process_entry *self = &ledger_map()->processes[target_slot()];
+    for (unsigned device = 0; device < ledger_map()->device_count; device++)
+        if (count && self->contexts[device] &&
+            ledger_take_pages(device, target_slot(), count, residue[device]))
+            residue_count[device] = count;
+}
+
+static void give_residue(void)
+{
+    for (unsigned device = 0; device < ledger_map()->device_count; device++) {
+        ledger_give_pages(device, residue[device], residue_count[device]);
+        residue_count[device] = 0;
+    }
+}
+
 static void drop_saved(struct allocation *allocation)
 {
     if (allocation->saved)
@@ -82,6 +109,7 @@ enum result snapshot_save(void)
     ledger_lock();
     for (item = memory_first(); item; item = item->next)
         ledger_give_pages(device_physical(item->ordinal), item->pages, item->page_count);
+    keep_residue();
     ledger_unlock();
     return RESULT_SUCCESS;
 }
@@ -95,11 +123,14 @@ static bool take_all_pages(void)
         needed[device_physical(item->ordinal)] += item->page_count;
     ledger_lock();
     ledger_reap();
+    give_residue();
     for (unsigned device = 0; device < ledger_map()->device_count; device++)
         fits = fits && needed[device] <= ledger_free_pages(device);
     for (struct allocation *item = memory_first(); item && fits; item = item->next)
         ledger_take_pages(device_physical(item->ordinal), target_slot(), item->page_count,
                           item->pages);
+    if (!fits)
+        keep_residue();
     ledger_unlock();
     return fits;
 }

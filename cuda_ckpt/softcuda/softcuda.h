@@ -67,13 +67,22 @@ enum fault_operation {
     FAULT_OPERATIONS,
 };
 
+/* One call: of an operation or, with `device`, of NVML on that one. */
+struct fault_call {
+    enum fault_operation operation;
+    int device; /* -1: any or none */
+    unsigned count;
+};
+
 struct fault {
+    struct fault_call call;
     unsigned delay_ms;
     enum {
         FAULT_NONE,
         FAULT_ERROR,
         FAULT_FAIL,
         FAULT_HANG,
+        FAULT_STALL,
         FAULT_SEGV,
         FAULT_DIE_BEFORE,
         FAULT_DIE_AFTER,
@@ -81,9 +90,11 @@ struct fault {
     int code;
 };
 
-/* Counts the call and reads what the faults file says about it. */
+/* Count the call and read what the faults file says about it: of an operation of this process, or
+ * of NVML's calls on one device (`nvml:N`). */
 struct fault faults_for(enum fault_operation operation);
-/* Sleeps, dies or crashes as told. Errors and hangs are left to the caller. */
+struct fault faults_for_device(unsigned device);
+/* Sleeps, stalls, dies or crashes as told. Errors and hangs are left to the caller. */
 void fault_before(const struct fault *fault);
 void fault_after(const struct fault *fault);
 void faults_reset(void);

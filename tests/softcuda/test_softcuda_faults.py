@@ -119,6 +119,20 @@ def test_a_hang_lasts_until_the_target_is_killed(
     assert caller.result("state", target.pid) == 1
 
 
+@pytest.mark.parametrize("operation", ["state", *OPERATIONS])
+def test_a_stall_lasts_as_long_as_the_faults_file_says_so(
+    machine: Machine, caller: Agent, operation: str
+) -> None:
+    target = machine.target(2)
+    if operation != "state":
+        reach(caller, target.pid, operation)
+    machine.fault(f"{operation} * * stall")
+    stalled = caller.start(operation, target.pid)
+    assert stalled.is_blocked()
+    machine.fault(f"{operation} 1 * stall", "# nobody is meant any more")
+    assert stalled.wait()[0] == 0
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("moment", ["die-before", "die-after", "segv"])
 def test_a_target_that_dies_in_an_operation_gives_304_and_its_memory_back(

@@ -322,6 +322,36 @@ def test_calls_fail_stall_or_hang_on_request(machine: Machine, reader: Agent) ->
     assert reader.start("nvml", "nvmlDeviceGetCount").is_blocked()
 
 
+def test_one_device_may_be_lost_and_come_back(machine: Machine, reader: Agent) -> None:
+    machine.fault("nvml:1 * * error:15")
+    assert reader.result("nvml", "nvmlDeviceGetMemoryInfo", 1) == 15
+    assert reader.result("nvml", "nvmlDeviceGetMemoryInfo", 0) == 0
+    assert reader.value("nvml", "nvmlDeviceGetCount") == 2
+    machine.fault("nvml:x * * error:15")
+    assert reader.result("nvml", "nvmlDeviceGetMemoryInfo", 1) == 0
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_checkpoint_may_leave_memory_behind(
+    make_machine: MakeMachine, listed: bool
+) -> None:
+    machine = make_machine()
+    caller, target = machine.agent(), machine.target(10, SOFTCUDA_RESIDUE_MIB="6")
+    reader = open_reader(machine, SOFTCUDA_RESIDUE_LISTED=str(int(listed)))
+
+    def used() -> int:
+        return int(reader.value("nvml", "nvmlDeviceGetMemoryInfo", 0)["used"])
+
+    for operation in ("lock", "checkpoint"):
+        caller.value(operation, target.pid)
+    assert processes(reader) == ({target.pid: 6 * MIB} if listed else {})
+    assert used() == 6 * MIB
+    for operation in ("restore", "unlock"):
+        caller.value(operation, target.pid)
+    assert processes(reader) == {target.pid: 10 * MIB}
+    assert used() == 10 * MIB
+
+
 def isolated_agent(machine: Machine) -> tuple[Agent, int]:
     """An agent in its own pid namespace, with its pid outside of it."""
     if os.geteuid() != 0:
