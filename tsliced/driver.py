@@ -50,6 +50,7 @@ from tsliced.core.events import (
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
+    OperationHindered,
     ProcessExited,
     RecordsFailed,
     TimePassed,
@@ -58,6 +59,7 @@ from tsliced.core.machine import Machine
 from tsliced.core.model import (
     Cause,
     DeviceId,
+    OpId,
     ProcessId,
     RankState,
     Reason,
@@ -158,6 +160,8 @@ class Driver:
         self._watch = ExitWatch(self._loop, self._on_exit)
         self._handlers = self._make_handlers()
         self._on_broken = on_broken
+        #: What was last seen to keep operations from going on.
+        self._hindered: dict[OpId, str] = {}
         #: The invariant that broke; the daemon ends, and the next one starts from the journal.
         self.broken: Exception | None = None
 
@@ -450,6 +454,7 @@ class Driver:
         failing = False
         while True:
             await asyncio.sleep(interval_s)
+            self._notice_hindered()
             try:
                 found = await self.around.scanner.look(groups, utilization=True)
             except ScanFailed as exc:
@@ -460,6 +465,20 @@ class Driver:
             failing = False
             self.post(GroupsObserved(found=found))
             self._promise_host_memory()
+
+    def _notice_hindered(self) -> None:
+        """Tell the core of operations whose process was stopped after they had begun."""
+        operations, backend = self.machine.tenancies.operations, self.around.backend
+        hindered: dict[OpId, str] = {}
+        for op, start in operations.items():
+            if (reason := backend.hindrance(start.rank.process)) is not None:
+                hindered[op] = reason
+        for op, reason in hindered.items():
+            if self._hindered.get(op) != reason:
+                self.post(OperationHindered(op=op, reason=reason))
+        for op in self._hindered.keys() - hindered.keys():
+            self.post(OperationHindered(op=op, reason=None))
+        self._hindered = hindered
 
     def _promise_host_memory(self) -> None:
         """Promise host memory to every tenancy that has grown, so that it can always be parked.

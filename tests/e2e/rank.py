@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import types
@@ -281,6 +282,16 @@ def hooks(failing: bool = False) -> None:
 def called() -> list[str]:
     """Returns which callbacks ran, in order."""
     return calls
+
+
+@command
+def fork() -> int:
+    """Makes a child that does nothing, and returns its pid."""
+    child = os.fork()
+    if not child:
+        # It must not read this process's commands.
+        signal.pause()
+    return child
 
 
 @command

@@ -107,16 +107,3 @@ def test_without_host_memory_nothing_is_touched_and_both_numbers_are_named(
     with pytest.raises(RankError, match=r"could not be parked.*[\d,]+ MiB needed") as refused:
         rank.do("acquire", groups="g1", timeout=5)
     assert refused.value.code == "no_host_memory"
-
-
-def test_a_driver_that_does_not_come_back_holds_up_its_own_group_only(make_host: MakeHost) -> None:
-    host = make_host(settings={"limits": {"stuck_base_s": 0.3}})
-    rank = host.trainer("a", mib=8)
-    host.fault(f"checkpoint {rank.pid} * hang")
-    asked = host.rank("b").start("acquire", groups="g1", timeout=60)
-    stuck = until(lambda: host.events("stuck"), "the alarm goes off")[0]
-    assert stuck["rank"] == f"n1:{rank.pid}"
-    assert stuck["verb"] == "snapshot"
-    assert host.rank("c").start("acquire", groups="g2").wait()["state"] == "held"
-    rank.kill()
-    assert asked.wait()["state"] == "held"

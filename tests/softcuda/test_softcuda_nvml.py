@@ -332,9 +332,7 @@ def test_one_device_may_be_lost_and_come_back(machine: Machine, reader: Agent) -
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_checkpoint_may_leave_memory_behind(
-    make_machine: MakeMachine, listed: bool
-) -> None:
+def test_a_checkpoint_may_leave_memory_behind(make_machine: MakeMachine, listed: bool) -> None:
     machine = make_machine()
     caller, target = machine.agent(), machine.target(10, SOFTCUDA_RESIDUE_MIB="6")
     reader = open_reader(machine, SOFTCUDA_RESIDUE_LISTED=str(int(listed)))

@@ -188,6 +188,18 @@ class OperationFinished:
 
 
 @value
+class OperationHindered:
+    """The process of an operation in flight is seen to be unable to run, or to run again.
+
+    An operation that has ended meanwhile is hindered no more; that is no mistake.
+    """
+
+    op: OpId
+    #: None: it can run again.
+    reason: str | None
+
+
+@value
 class NumbersReserved:
     """`ReserveNumbers` is durable: no number below `ceiling` will be used after a restart."""
 
@@ -255,6 +267,7 @@ Event: TypeAlias = (
     | HostMemoryPromised
     | HooksRun
     | OperationFinished
+    | OperationHindered
     | NumbersReserved
     | RecordsFailed
     | FaultCleared

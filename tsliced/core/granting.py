@@ -304,7 +304,7 @@ class Granting(Draining):
     def on_outcome(self, outcome: Outcome, now: float) -> None:
         """Take in how a move ended."""
         key = outcome.tenancy
-        chosen = self._concerned(key)
+        chosen = self.concerned(key)
         match outcome:
             case Evicted():
                 self._bring_back(key, chosen, now)
@@ -327,7 +327,7 @@ class Granting(Draining):
         self.work_off(now)
         self.tidy(key.job)
 
-    def _concerned(self, key: TenancyKey) -> list[Round]:
+    def concerned(self, key: TenancyKey) -> list[Round]:
         """Return the rounds that have groups on whose devices the tenancy may be."""
         tenancy = self.tenancies.all.get(key)
         groups = tenancy.reach if tenancy is not None else key.groups
@@ -400,7 +400,7 @@ class Granting(Draining):
         """
         for key in list(self.tenancies.by_job.get(job, ())):
             tenancy = self.tenancies.all[key]
-            for round_ in self._concerned(key):
+            for round_ in self.concerned(key):
                 self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
                 round_.evict_tries.pop(key, None)
             for group in tenancy.reach:

@@ -35,6 +35,7 @@ from tsliced.core.actions import (
     TenancyRecord,
     WatchProcess,
 )
+from tsliced.core.alarms import Alarms
 from tsliced.core.arbiter import Arbiter
 from tsliced.core.ending import Ending
 from tsliced.core.events import (
@@ -52,6 +53,7 @@ from tsliced.core.events import (
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
+    OperationHindered,
     ProcessExited,
     RankRegistered,
     RecordsFailed,
@@ -78,7 +80,6 @@ from tsliced.core.model import (
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import FairnessBounds, Fifo, Policy
-from tsliced.core.remedies import out_of_hang
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
@@ -159,8 +160,7 @@ class Machine:
         self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
-        #: Operations that have been in flight for longer than they should.
-        self.stuck: dict[OpId, Note] = {}
+        self.alarms = Alarms(limits=limits, tenancies=self.tenancies, granting=self.leasing)
         #: The latest events, for the story of a broken invariant.
         self.story: deque[tuple[float, Event]] = deque(maxlen=limits.story)
         self._full_checks = full_checks
@@ -202,6 +202,8 @@ class Machine:
                 leasing.end_session(session, "it was closed", now)
             case OperationFinished():
                 self._on_operation(event, now)
+            case OperationHindered():
+                self.alarms.on_hindered(event, now)
             case GroupsScanned():
                 leasing.out += tenancies.on_scanned(event, now=now)
             case MemoryReserved() | HooksRun():
@@ -268,7 +270,7 @@ class Machine:
             else:
                 actions.append(effect)  # type: ignore[arg-type]  # signals never come this far
                 if type(effect) is StartOperation:
-                    self._arm_alarm(effect)
+                    self.alarms.arm(effect)
         if self.unwritten and records and add_unwritten:
             records = self.unwritten.take_with(records)
         return Effects(records=tuple(records), actions=tuple(actions))
@@ -290,10 +292,7 @@ class Machine:
         leasing.todo += leasing.drains
 
     def _on_operation(self, event: OperationFinished, now: float) -> None:
-        self.timers.clear(TimerKey(TimerKind.STUCK, event.op))
-        if (alarm := self.stuck.pop(event.op, None)) is not None:
-            facts = {**alarm.facts, "reason": "it ended"}
-            self.leasing.out.append(Note(kind="unstuck", level="warning", facts=facts))
+        self.alarms.on_ended(event.op, now)
         self.leasing.out += self.tenancies.on_operation(event, now=now)
 
     def _on_exit(self, event: ProcessExited, now: float) -> None:
@@ -341,7 +340,7 @@ class Machine:
                 case TimerKind.BARRIER:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
                 case TimerKind.STUCK:
-                    self._on_stuck(id_, now)  # type: ignore[arg-type]  # by kind
+                    self.alarms.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:
                     self.numbers.let_go()
                 case TimerKind.ENDING:
@@ -350,30 +349,6 @@ class Machine:
                     leasing.out[:0] = self.unwritten.take_with(())
                 case _:
                     assert_never(kind)
-
-    def _arm_alarm(self, start: StartOperation) -> None:
-        limits = self.config.limits
-        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
-        allowed_s = limits.stuck_base_s + rank.device_bytes / limits.stuck_bytes_per_s
-        assert rank.operation is not None
-        key = TimerKey(TimerKind.STUCK, start.op)
-        self.timers.set(key, rank.operation.started_at + allowed_s)
-
-    def _on_stuck(self, op: OpId, now: float) -> None:
-        start = self.tenancies.operations[op]
-        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
-        assert rank.operation is not None
-        facts = {
-            "job": str(start.tenancy.job),
-            "groups": ",".join(start.tenancy.groups),
-            "rank": str(start.rank),
-            "verb": start.verb.value,
-            "seconds": now - rank.operation.started_at,
-            "reason": "the driver has not come back; nothing is killed in the middle of a call",
-            "way_out": out_of_hang(start.tenancy.job),
-        }
-        self.stuck[op] = Note(kind="stuck", level="error", facts=facts)
-        self.leasing.out.append(self.stuck[op])
 
     # --- when the journal cannot be written ---------------------------------------------------
 

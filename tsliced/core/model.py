@@ -151,6 +151,7 @@ class Cause(Enum):
     BOUND_GROUPS = "bound_groups"
     JOURNAL = "journal"
     SILENT = "silent"
+    STUCK = "stuck"
     CANCELLED = "cancelled"
     RANK_LOST = "rank_lost"
     DRAINED = "drained"

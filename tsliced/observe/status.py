@@ -11,9 +11,10 @@ from itertools import islice
 
 from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
 from libtimeslice.protocol import Message
+from tsliced.core.alarms import Alarm
 from tsliced.core.coordinator import Place
 from tsliced.core.machine import Machine
-from tsliced.core.model import DeviceId, GroupConfig, JobKey, RankState
+from tsliced.core.model import DeviceId, GroupConfig, GroupName, JobKey, RankState, Reason
 from tsliced.core.rank import Rank
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease
@@ -92,9 +93,11 @@ class StatusPage:
         blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
         holder = next(iter(chosen.members.values())) if chosen and _held(chosen) else None
         state = "free" if chosen is None else _ROUND_STATES[chosen.state]
-        reason = chosen.stalled if chosen is not None else None
+        reason: Reason | str | None = chosen.stalled if chosen is not None else None
         if blocked is not None:
             state, reason = "blocked", blocked.coordinator.reason
+        elif (alarm := self._alarm(group.name)) is not None:
+            state, reason = "stuck", alarm.text(now)
         return {
             "name": group.name,
             "devices": [self._device(device) for device in group.devices],
@@ -112,6 +115,11 @@ class StatusPage:
             ],
             "reason": str(reason) if reason is not None else None,
         }
+
+    def _alarm(self, group: GroupName) -> Alarm | None:
+        """Return what does not come back and keeps a group from being given to anybody."""
+        alarms, tenancies = self.machine.alarms.stuck.values(), self.machine.tenancies.all
+        return next((a for a in alarms if group in tenancies[a.start.tenancy].reach), None)
 
     def _waiting(self, round_: Round, now: float) -> Message:
         phase = next((lease.phase for lease in round_.members.values()), "")
@@ -180,6 +188,7 @@ class StatusPage:
 
     def _rank(self, tenancy: Tenancy, rank: Rank, now: float) -> Message:
         process, operation = rank.id.process, rank.operation
+        alarm = self.machine.alarms.stuck.get(operation.op) if operation is not None else None
         return {
             "job": _job(tenancy.key.job),
             "host": rank.id.host,
@@ -193,6 +202,7 @@ class StatusPage:
             "state": rank.state.value,
             "doing": operation.verb.value if operation is not None else None,
             "doing_s": now - operation.started_at if operation is not None else None,
+            "reason": str(alarm.reason) if alarm is not None else None,
         }
 
 

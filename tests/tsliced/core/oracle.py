@@ -154,7 +154,7 @@ class Oracle:
             "strangers": tenancies.strangers,
             "signals": tenancies.signals,
             "touched": tenancies.touched,
-            "stuck": machine.stuck,
+            "stuck": machine.alarms.stuck,
             "journal": self.world.journal,
         }
         for group, keys in tenancies.by_group.items():

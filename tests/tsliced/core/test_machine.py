@@ -27,6 +27,7 @@ from tsliced.core.actions import (
 from tsliced.core.events import (
     AcquireRequested,
     Event,
+    OperationHindered,
     RecordsFailed,
     ReleaseRequested,
     SessionClosed,
@@ -165,15 +166,68 @@ def test_a_call_that_does_not_come_back_is_named_and_nothing_is_cut_off() -> Non
         "rank": f"n1:{rank.pid}",
         "verb": "snapshot",
     }
-    assert list(world.machine.stuck.values()) == [note]
+    (alarm,) = world.machine.alarms.stuck.values()
+    assert alarm.text(world.now) == f"snapshot for 31 s: {alarm.reason}; {alarm.way_out}"
+    assert "tslicectl kill 1000/a" in str(note.facts["way_out"])
+    assert f"(pid {rank.pid} on n1)" in str(alarm.reason)
+    told = [a for a in world.all_of(TellStalled) if a.reason.cause is Cause.STUCK]
+    assert [(a.job, a.reason.text) for a in told] == [(A, alarm.text(LIMITS.stuck_base_s))]
     other = world.acquire(world.session(B), G2)
     world.auto = True
     world.run()
     assert world.held(other)
     assert world.held(waiter)
     (over,) = world.notes("unstuck")
-    assert over.facts == {**note.facts, "reason": "it ended"}
-    assert not world.machine.stuck
+    assert over.facts == {**note.facts, "seconds": over.facts["seconds"], "reason": "it ended"}
+    assert not world.machine.alarms.stuck
+
+
+def test_who_holds_is_not_told_of_a_question_that_does_not_come_back() -> None:
+    world = World()
+    session, rank = resident(world)
+    lease = world.acquire(session)
+    world.auto = False
+    world.restart()
+    world.run_until(StartOperation, Verb.QUERY)
+    world.pass_time(LIMITS.stuck_base_s + 1.0)
+    assert world.held(lease)
+    assert [note.facts["rank"] for note in world.notes("stuck")] == [f"n1:{rank.pid}"]
+    assert not world.all_of(TellStalled)
+
+
+def hindered(world: World, reason: str | None) -> None:
+    (op,) = world.machine.tenancies.operations
+    world.feed(OperationHindered(op=op, reason=reason))
+
+
+def test_a_process_that_is_stopped_in_a_call_is_named_at_once_and_until_it_can_run() -> None:
+    world = World()
+    _, rank = resident(world)
+    world.auto = False
+    waiter = world.acquire(world.session(B))
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    hindered(world, "it is stopped")
+    hindered(world, "it is stopped")
+    (note,) = world.notes("stuck")
+    assert note.facts["reason"] == f"it is stopped (pid {rank.pid} on n1)"
+    hindered(world, "its cgroup is frozen")
+    assert len(world.notes("stuck")) == 2
+    world.pass_time(LIMITS.stuck_base_s + 1.0)
+    assert len(world.notes("stuck")) == 2, "why it is late is known"
+    hindered(world, None)
+    assert not world.machine.alarms.stuck
+    assert world.notes("unstuck")[0].facts["reason"] == "its process can run again"
+    hindered(world, None)
+    world.pass_time(LIMITS.stuck_base_s + 1.0)
+    assert "the driver has not come back" in str(world.notes("stuck")[2].facts["reason"])
+    hindered(world, None)
+    assert world.machine.alarms.stuck, "that it can run is not why it is late"
+    (op,) = world.machine.tenancies.operations
+    world.auto = True
+    world.run()
+    assert world.held(waiter)
+    world.feed(OperationHindered(op=op, reason="it is stopped"))
+    assert not world.machine.alarms.stuck, "it ended meanwhile"
 
 
 def test_a_call_that_moves_much_may_take_longer() -> None:

@@ -378,3 +378,70 @@ def test_processes_of_one_pid_after_another_have_workers_of_their_own(place: Pla
         assert (await backend.state(name)).observed is RankState.RUNNING
 
     place.tell(story)
+
+
+@pytest.mark.parametrize("moment", ["soon", "at the end of the daemon"])
+def test_a_worker_that_is_never_told_of_its_targets_death_is_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setenv("SOFTCUDA_DEATH_HANGS", "1")
+    monkeypatch.setattr(cuda, "DEAD_TARGET_LIMIT_S", 0.2 if moment == "soon" else 3600.0)
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        place.host.fault("lock * * stall")
+        freeze = asyncio.create_task(backend.freeze(name, timeout_s=5))
+        await until(lambda: began(place, name, "lock"), "it has begun")
+        rank.kill()
+        assert not freeze.done()
+        assert place.host.workers(), "its driver does not come back"
+        backend.forget(name.process)
+        assert reason_of(await freeze) == (Cause.DRIVER, "its process has ended")
+        if moment == "soon":
+            await until(lambda: not place.host.workers(), "it is ended")
+
+    place.tell(story)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.parametrize("death", ["before the daemon starts", "afterwards"])
+def test_a_worker_that_an_earlier_daemon_left_with_a_dead_target_is_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, death: str
+) -> None:
+    monkeypatch.setenv("SOFTCUDA_DEATH_HANGS", "1")
+    monkeypatch.setattr(cuda, "DEAD_TARGET_LIMIT_S", 0.2)
+    rank, name = place.rank()
+
+    async def before(backend: CudaBackend) -> None:
+        place.host.fault("lock * * stall")
+        asyncio.create_task(backend.freeze(name, timeout_s=5))  # noqa: RUF006 - nobody hears of it
+        await until(lambda: began(place, name, "lock"), "it has begun")
+
+    async def after(backend: CudaBackend) -> None:
+        if death == "afterwards":
+            asked = asyncio.create_task(backend.state(name))
+            await asyncio.sleep(0.2)  # it waits for the earlier one, or is about to
+            assert not asked.done()
+            rank.kill()
+            backend.forget(name.process)
+            assert reason_of(await asked)[1] == "its process has ended"
+        await until(lambda: not place.host.workers(), "it is ended")
+
+    place.tell(before, leave=True)
+    gc.collect()
+    if death == "before the daemon starts":
+        rank.kill()
+    place.tell(after)
+
+
+def test_who_asks_a_worker_that_is_let_go_while_it_starts_has_an_answer(place: Place) -> None:
+    rank, name = place.rank()
+
+    async def story(backend: CudaBackend) -> None:
+        asked = asyncio.create_task(backend.state(name))
+        await asyncio.sleep(0)
+        rank.kill()
+        backend.forget(name.process)
+        assert reason_of(await asked)[1] == "its process has ended"
+
+    place.tell(story)

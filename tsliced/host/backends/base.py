@@ -93,6 +93,10 @@ class Backend(ABC):
     async def state(self, rank: RankId) -> Outcome:
         """Ask the driver where a rank is."""
 
+    def hindrance(self, process: ProcessId) -> str | None:
+        """Say why an operation on this process cannot go on just now, and what helps; if so."""
+        return None
+
     async def run(self, verb: Verb, rank: RankId, timeout_s: float | None) -> Outcome:
         """Run the operation that a verb names."""
         match verb:

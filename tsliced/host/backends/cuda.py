@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -31,6 +32,9 @@ START_LIMIT_S: Final = 60.0
 #: A query waits while a peer of the process is locked.
 PROBE_LIMIT_S: Final = 20.0
 MAX_LINE_BYTES: Final = 64 * 1024
+#: Some drivers never tell a caller that its target died. There is nothing left then that could get
+#: out of step, so this is the one case in which a worker is ended in the middle of a call.
+DEAD_TARGET_LIMIT_S: Final = 5.0
 
 #: The driver names the thread that carries its calls out: "cuda" and hexadecimal digits.
 _RESTORE_THREAD: Final = re.compile(rb"cuda[0-9a-f]{4,}")
@@ -40,6 +44,12 @@ _STATES: Final = {
     "locked": RankState.FROZEN,
     "checkpointed": RankState.PARKED,
     "failed": RankState.FAILED,
+}
+
+#: A process that cannot run cannot answer its driver's calls: they hang until it can.
+_HINDRANCES: Final = {
+    RunState.STOPPED: "it is stopped by a signal, and its driver cannot answer; send it SIGCONT",
+    RunState.FROZEN: "its cgroup is frozen, and its driver cannot answer; thaw the cgroup first",
 }
 
 #: By the name of the exception in the worker; all others are the driver's trouble.
@@ -65,6 +75,8 @@ class CudaBackend(Backend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._workers: dict[ProcessId, Worker] = {}
+        #: Of dead ranks, and given a moment to end by themselves.
+        self._leaving: dict[ProcessId, Worker] = {}
         self._op_ids = 0
 
     async def start(self) -> None:
@@ -76,6 +88,9 @@ class CudaBackend(Backend):
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        for worker in self._leaving.values():
+            worker.end()
+        self._leaving.clear()
 
     def prepare(self, process: ProcessId) -> None:
         """Start a rank's worker early: attaching to the driver takes seconds on a real host."""
@@ -86,6 +101,14 @@ class CudaBackend(Backend):
         worker = self._workers.pop(process, None)
         if worker is not None:
             worker.close()
+            self._leaving[process] = worker
+            loop = asyncio.get_running_loop()
+            loop.call_later(DEAD_TARGET_LIMIT_S, self._end_leaving, process)
+
+    def _end_leaving(self, process: ProcessId) -> None:
+        worker = self._leaving.pop(process, None)
+        if worker is not None:
+            worker.end()
 
     async def probe(self, process: ProcessId) -> bool:
         """Ask the driver for a restore thread, in a process that seems to have one."""
@@ -102,6 +125,11 @@ class CudaBackend(Backend):
             return bool(asking.result()["ok"])
         except WorkerGone as exc:
             raise BackendError(str(exc)) from exc
+
+    def hindrance(self, process: ProcessId) -> str | None:
+        """Look whether the driver's thread in the process can run."""
+        state = run_state(process.pid)
+        return _HINDRANCES.get(state)
 
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:
         """Lock. A process that cannot run is refused at once: its driver would not answer."""
@@ -192,6 +220,8 @@ class Worker:
         self._closed = False
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        #: An earlier daemon's, or this very one, that is still in a call on a rank that is dead.
+        self._predecessor: ProcessId | None = None
         self._started = asyncio.create_task(self._start(), name=f"worker of {target.pid}")
         # Whoever asks hears of a failure; nobody may ever ask.
         self._started.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -199,7 +229,7 @@ class Worker:
     async def ask(self, request: dict[str, object]) -> dict[str, Any]:
         """Send one request and return its reply. Only a lock has a limit: the driver keeps it."""
         async with self._turn:
-            reader = await asyncio.shield(self._started)
+            reader = await self._reader()
             assert self._writer is not None
             self._writer.write(json.dumps(request).encode() + b"\n")
             try:
@@ -210,6 +240,15 @@ class Worker:
                 raise await self._gone(self._why_gone(), request)
             reply: dict[str, Any] = json.loads(line)
             return reply
+
+    async def _reader(self) -> asyncio.StreamReader:
+        try:
+            return await asyncio.shield(self._started)
+        except asyncio.CancelledError:
+            if self._closed:
+                # It is the start that was given up; whoever asked waits for an answer.
+                raise WorkerGone(self._why_gone()) from None
+            raise
 
     async def _gone(self, text: str, request: dict[str, object]) -> WorkerGone:
         """Return the exception for a worker that ended while it was asked something."""
@@ -235,9 +274,17 @@ class Worker:
             self._writer.close()
         if self._process is not None:
             _reap(self._process)
-        with contextlib.suppress(OSError):
-            if identify(self._target.pid) != self._target:
+        if identify(self._target.pid) != self._target:
+            self._predecessor = _unfinished(self._op_file)
+            with contextlib.suppress(OSError):
                 self._op_file.unlink()
+
+    def end(self) -> None:
+        """End what still calls a driver that will not answer, because its target is dead."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+        if self._predecessor is not None:
+            _kill(self._predecessor)
 
     async def _start(self) -> asyncio.StreamReader:
         await self._await_predecessor()
@@ -308,7 +355,8 @@ class Worker:
     def _why_gone(self) -> str:
         code = self._process.poll() if self._process is not None else None
         if self._closed:
-            return "the daemon let its worker go"
+            gone = identify(self._target.pid) != self._target
+            return "its process has ended" if gone else "the daemon let its worker go"
         return f"its worker ended with status {code}" if code is not None else "its worker ended"
 
 
@@ -321,7 +369,29 @@ def _sweep(directory: Path) -> None:
         pid = path.stem.partition("-")[0]
         process = identify(int(pid)) if pid.isdigit() else None
         if process is None or path.name != _op_file_name(process):
+            if (worker := _unfinished(path)) is not None:
+                _kill(worker)
             path.unlink(missing_ok=True)
+
+
+def _unfinished(op_file: Path) -> ProcessId | None:
+    """Return the worker that is in a call, as far as it wrote."""
+    with contextlib.suppress(OpFileError, OSError):
+        record = read_op_file(str(op_file))
+        if record is not None and record.result is None:
+            return ProcessId(*record.worker)
+    return None
+
+
+def _kill(worker: ProcessId) -> None:
+    """End a worker that is no child of ours, and nobody else who has its pid by now."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(worker.pid)
+        try:
+            if identify(worker.pid) == worker:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -344,13 +414,9 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def _why_not_runnable(process: ProcessId) -> str | None:
     state = run_state(process.pid)
-    if state is RunState.STOPPED:
-        return "it is stopped by a signal, and its driver cannot answer; send it SIGCONT"
-    if state is RunState.FROZEN:
-        return "its cgroup is frozen, and its driver cannot answer; thaw the cgroup first"
     if state in (RunState.ZOMBIE, RunState.GONE):
         return "its process has ended"
-    return None
+    return _HINDRANCES.get(state)
 
 
 def _seems_cuda(pid: int) -> bool:
