@@ -14,7 +14,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from libtimeslice.callbacks import Contended, Lost, Pause, Resume
+from libtimeslice.callbacks import Contended, HoldWarning, Lost, Pause, Resume
 from libtimeslice.client import TimeSlice, connect
 from libtimeslice.environment import Mode
 from libtimeslice.errors import (
@@ -39,6 +39,7 @@ __all__ = [
     "ClientClosed",
     "Contended",
     "DaemonUnreachable",
+    "HoldWarning",
     "Lease",
     "LeaseLost",
     "LeaseState",

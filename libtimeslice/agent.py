@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from libtimeslice import __version__, accelerator
-from libtimeslice.callbacks import Callbacks, Contended, Lost, Pause, Resume
+from libtimeslice.callbacks import Callbacks, Contended, HoldWarning, Lost, Pause, Resume
 from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
 from libtimeslice.errors import TimeSliceError, Unavailable
@@ -177,7 +177,11 @@ class Agent:
         poller.register(self._bell, select.POLLIN)
         if connection is not None:
             poller.register(connection.sock, select.POLLIN)
-        watched = self._line.socket_to_watch() if self._callbacks.has(Contended, Lost) else None
+        watched = (
+            self._line.socket_to_watch()
+            if self._callbacks.has(Contended, HoldWarning, Lost)
+            else None
+        )
         if watched is not None:
             with contextlib.suppress(ValueError):  # closed just now
                 poller.register(watched, select.POLLIN)

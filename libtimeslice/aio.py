@@ -60,6 +60,7 @@ def connect(
     connect_timeout_s: float = 10.0,
     reply_limit_s: float = 30.0,
     last_turn_s: float = 600.0,
+    heartbeat_s: float | None = None,
     synchronize: bool = True,
 ) -> AsyncTimeSlice:
     """Returns a client of the daemon on this host, as `libtimeslice.connect` does.
@@ -76,6 +77,7 @@ def connect(
             connect_timeout_s=connect_timeout_s,
             reply_limit_s=reply_limit_s,
             last_turn_s=last_turn_s,
+            heartbeat_s=heartbeat_s,
             synchronize=synchronize,
         )
     )
@@ -325,6 +327,11 @@ class AsyncTimeSlice(BaseClient):
     async def queue(self, name: str, *, depth: float, target: float | None = None) -> None:
         """Tells the backlog between two stages of the job, in its own items."""
         await self._tell(queue_message(name, depth, target))
+
+    async def heartbeat(self) -> None:
+        """Shows that this job goes on, if it promised to. See `TimeSlice.heartbeat`."""
+        if self._heartbeat_is_due():
+            await self._tell({"t": "heartbeat"})
 
     async def register(self) -> tuple[str, ...]:
         """Makes this process known as a rank of its job, and starts its agent."""

@@ -5,12 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterable
 
 from libtimeslice import __version__
 from libtimeslice.agent import Agent, Overheard
-from libtimeslice.callbacks import Callback, Callbacks, Contended, Lost, Notice, Pause, Resume
+from libtimeslice.callbacks import (
+    Callback,
+    Callbacks,
+    Contended,
+    HoldWarning,
+    Lost,
+    Notice,
+    Pause,
+    Resume,
+)
 from libtimeslice.environment import Mode, Settings, check_name
 from libtimeslice.errors import (
     AcquireTimeout,
@@ -35,6 +45,8 @@ CLOSE_LIMIT_S = 2.0
 #: Losses of the connection in a row, without an answer in between, before a request gives up.
 MAX_LOSSES = 20
 
+#: Of the promised time, what may pass before the next call of `heartbeat` sends one.
+_BEAT_SHARE = 0.25
 #: Different asks that a client keeps.
 _MAX_ASKS = 256
 
@@ -55,6 +67,8 @@ class BaseClient:
         self._closed = False
         self._warned = False
         self._asks: dict[object, Ask] = {}
+        #: Monotonic instant of the latest heartbeat.
+        self._beat_at = 0.0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} socket={self.settings.path()!r} job={self.job!r}>"
@@ -98,6 +112,13 @@ class BaseClient:
         """Registers a function of a `Lost`: a lease ended before its release."""
         return self._register(Lost, function)
 
+    def on_hold_warning(self, function: Callback) -> Callback:
+        """Registers a function of a `HoldWarning`: a lease may be taken back soon, or is held long.
+
+        A job that releases in time and acquires again goes on where it was, behind those who wait.
+        """
+        return self._register(HoldWarning, function)
+
     def on_pause(self, function: Callback) -> Callback:
         """Registers a function of a `Pause`, run before this rank's device work is frozen.
 
@@ -123,6 +144,16 @@ class BaseClient:
         self._agent.job = self.job
         self._agent.registered = self._agent.registered or registered
         self._agent.start()
+
+    # -- signs of life
+
+    def _heartbeat_is_due(self) -> bool:
+        promised_s = self.settings.heartbeat_s
+        now = time.monotonic()
+        if promised_s is None or now - self._beat_at < promised_s * _BEAT_SHARE:
+            return False
+        self._beat_at = now
+        return True
 
     # -- what is asked
 
@@ -205,6 +236,20 @@ def tell_notice(callbacks: Callbacks, message: Message) -> None:
                 waiters=int(message.get("waiters") or 0),
             )
         )
+    elif kind == "hold_warning":
+        warning = HoldWarning(
+            lease=str(message.get("lease")),
+            groups=tuple(message.get("groups") or ()),
+            ends_in_s=float(message.get("ends_in_s") or 0.0),
+            waiters=int(message.get("waiters") or 0),
+        )
+        logger.warning(
+            "lease %s of %s was held for long: in %.0f s it is taken back as soon as others wait",
+            warning.lease,
+            warning.groups,
+            warning.ends_in_s,
+        )
+        callbacks.post(warning)
     elif kind in ("stalled", "rank_lost"):
         # Nothing that a program could do about it, and what a person will look for.
         logger.warning("%s: lease %s: %s", kind, message.get("lease"), message.get("reason"))
@@ -224,6 +269,7 @@ def client_hello(settings: Settings, session: Session) -> Message:
         job=settings.job or session.job,
         caps=(),
         ranks=settings.round_of(None),
+        heartbeat_s=settings.heartbeat_s,
     )
 
 

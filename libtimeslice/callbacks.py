@@ -23,6 +23,17 @@ class Contended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldWarning:
+    """In `ends_in_s` seconds a lease is taken back, as soon as anybody waits for it."""
+
+    lease: str
+    groups: tuple[str, ...]
+    ends_in_s: float
+    #: Jobs that wait for it now.
+    waiters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A lease ended before its release."""
 
@@ -45,7 +56,9 @@ class Resume:
     groups: tuple[str, ...]
 
 
-Notice = Contended | Lost | Pause | Resume
+#: What is told whenever it happens.
+News = Contended | HoldWarning | Lost
+Notice = News | Pause | Resume
 #: A function of one notice, or a coroutine function. What it returns is ignored.
 Callback = TypeVar("Callback", bound=Callable[..., object])
 
@@ -64,8 +77,8 @@ class Callbacks:
 
     def __init__(self) -> None:
         self._functions: dict[type[Notice], list[Callable[[Any], object]]] = {}
-        self._posted: deque[Contended | Lost] = deque(maxlen=_MAX_POSTED)
-        self._last: Contended | Lost | None = None
+        self._posted: deque[News] = deque(maxlen=_MAX_POSTED)
+        self._last: News | None = None
         #: Wakes the thread that runs what is posted.
         self.wake: Callable[[], object] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -89,7 +102,7 @@ class Callbacks:
         """Whether there is any function at all."""
         return bool(self._functions)
 
-    def post(self, notice: Contended | Lost) -> None:
+    def post(self, notice: News) -> None:
         """Has the functions for a notice run soon. Takes no time, in whichever thread."""
         if not self._functions.get(type(notice)) or notice == self._last:
             return  # a grant that begins contended is told twice: in it, and after it

@@ -53,6 +53,7 @@ def connect(
     connect_timeout_s: float = 10.0,
     reply_limit_s: float = 30.0,
     last_turn_s: float = 600.0,
+    heartbeat_s: float | None = None,
     synchronize: bool = True,
 ) -> TimeSlice:
     """Returns a client of the daemon on this host. It connects when it is first needed.
@@ -66,6 +67,9 @@ def connect(
     connect_timeout_s: longest time for a first connection.
     reply_limit_s: longest time for an answer to anything but an acquire.
     last_turn_s: longest time that exit waits for a last turn on the devices; 0 does not ask.
+    heartbeat_s: promises a sign of life at least so often while a lease is held: `heartbeat()`, or
+        anything else that is told or asked. Without one the lease is lost. Else
+        `TSLICE_HEARTBEAT_S`, else none is promised.
     synchronize: finish this process's device work before a release, if it uses torch on CUDA.
 
     Raises ValueError for arguments or an environment that make no sense.
@@ -80,6 +84,7 @@ def connect(
             connect_timeout_s=connect_timeout_s,
             reply_limit_s=reply_limit_s,
             last_turn_s=last_turn_s,
+            heartbeat_s=heartbeat_s,
             synchronize=synchronize,
         )
     )
@@ -236,6 +241,14 @@ class TimeSlice(BaseClient):
     def queue(self, name: str, *, depth: float, target: float | None = None) -> None:
         """Tells the backlog between two stages of the job, in its own items."""
         self._tell(queue_message(name, depth, target))
+
+    def heartbeat(self) -> None:
+        """Shows that this job goes on, if it promised to (`heartbeat_s`). Call it in its loop.
+
+        It costs next to nothing: only what is needed for the promise is sent.
+        """
+        if self._heartbeat_is_due():
+            self._tell({"t": "heartbeat"})
 
     def register(self) -> tuple[str, ...]:
         """Makes this process known as a rank of its job, and starts its agent.

@@ -6,6 +6,7 @@ This is the only module that reads environment variables:
 * `TSLICE_JOB_ID`: the job's id; else the daemon finds it out from the process.
 * `TSLICE_MODE`: `require` (default), `auto` or `off`.
 * `TSLICE_GROUPS`: names of roles and their groups, `trainer=n1,n2;sampler=n3`.
+* `TSLICE_HEARTBEAT_S`: how often the job promises a sign of life while it holds a lease.
 * `WORLD_SIZE`: how many ranks take part in a round, as torchrun and others set it.
 """
 
@@ -16,7 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from libtimeslice.fields import MAX_GROUPS, MAX_NAME, MAX_RANKS
+from libtimeslice.fields import (
+    MAX_GROUPS,
+    MAX_NAME,
+    MAX_RANKS,
+    MAX_TIMEOUT_S,
+    MIN_HEARTBEAT_S,
+)
 
 DEFAULT_SOCKET = "/run/tsliced/tsliced.sock"
 
@@ -49,6 +56,8 @@ class Settings:
     reply_limit_s: float = 30.0
     #: Longest time that exit waits for a last turn on the devices, seconds; 0: does not ask.
     last_turn_s: float = 600.0
+    #: A sign of life is promised at least so often while a lease is held, seconds; None: none is.
+    heartbeat_s: float | None = None
     #: Finish device work, and free cached device memory if somebody waits, before a release.
     synchronize: bool = True
 
@@ -93,6 +102,7 @@ def settings_from(
     connect_timeout_s: float = 10.0,
     reply_limit_s: float = 30.0,
     last_turn_s: float = 600.0,
+    heartbeat_s: float | None = None,
     synchronize: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
@@ -119,6 +129,7 @@ def settings_from(
         connect_timeout_s=connect_timeout_s,
         reply_limit_s=reply_limit_s,
         last_turn_s=last_turn_s,
+        heartbeat_s=_heartbeat_s(heartbeat_s, environ),
         synchronize=synchronize,
     )
 
@@ -142,6 +153,19 @@ def _mode(given: str | Mode) -> Mode:
         return Mode(given)
     except ValueError:
         raise ValueError(f"mode must be 'off', 'auto' or 'require', not {given!r}") from None
+
+
+def _heartbeat_s(given: float | None, environ: Mapping[str, str]) -> float | None:
+    text = environ.get("TSLICE_HEARTBEAT_S")
+    if given is None and not text:
+        return None
+    try:
+        seconds = float(text or 0) if given is None else float(given)
+    except ValueError:
+        raise ValueError(f"TSLICE_HEARTBEAT_S must be a number of seconds, not {text!r}") from None
+    if not MIN_HEARTBEAT_S <= seconds <= MAX_TIMEOUT_S:
+        raise ValueError(f"heartbeat_s must be at least {MIN_HEARTBEAT_S:g} s, not {seconds:g}")
+    return seconds
 
 
 def _aliases(text: str) -> dict[str, tuple[str, ...]]:

@@ -28,6 +28,8 @@ MAX_RANKS = 1 << 20
 MAX_EVENTS = 10_000
 #: Longest time-out that may be asked for, in seconds (about 31 years); use null for "no limit".
 MAX_TIMEOUT_S = 1e9
+#: A client that promised more would be cut off by every hiccup of its machine.
+MIN_HEARTBEAT_S = 0.1
 MAX_PID = 1 << 22
 MAX_UID = (1 << 32) - 2
 

@@ -33,6 +33,7 @@ from libtimeslice.fields import (
     MAX_SECRET,
     MAX_TIMEOUT_S,
     MAX_UID,
+    MIN_HEARTBEAT_S,
     flag_field,
     groups_field,
     id_field,
@@ -51,7 +52,7 @@ from libtimeslice.fields import (
 from libtimeslice.fields import Message as Message
 
 #: Major and minor. The same major understands each other; a minor only adds names.
-PROTOCOL_VERSION = (1, 0)
+PROTOCOL_VERSION = (1, 1)
 HEADER_BYTES = 4
 #: Largest body of a frame, in bytes.
 MAX_FRAME = 1 << 20
@@ -259,6 +260,7 @@ class Hello:
     session: str | None
     secret: bytes | None
     ranks: int | None
+    heartbeat_s: float | None
 
 
 @_value
@@ -331,6 +333,11 @@ class QueueDepth:
 
 
 @_value
+class Heartbeat:
+    """The client's own code goes on (notification)."""
+
+
+@_value
 class StatusQuery:
     """Asks for the state of all groups."""
 
@@ -392,6 +399,7 @@ Request = (
     | PhaseMark
     | Progress
     | QueueDepth
+    | Heartbeat
     | StatusQuery
     | PsQuery
     | EventsQuery
@@ -476,6 +484,7 @@ def _parse_hello(message: Message) -> Hello:
         session=optional_text_field(message, "session"),
         secret=secret,
         ranks=optional_int_field(message, "ranks", 1, MAX_RANKS),
+        heartbeat_s=optional_number_field(message, "heartbeat_s", MIN_HEARTBEAT_S, MAX_TIMEOUT_S),
     )
 
 
@@ -572,6 +581,7 @@ _PARSERS: dict[object, Callable[[Message], Request]] = {
     "phase": _parse_phase,
     "progress": _parse_progress,
     "queue": _parse_queue,
+    "heartbeat": lambda _message: Heartbeat(),
     "status": lambda message: StatusQuery(id=id_field(message)),
     "ps": lambda message: PsQuery(id=id_field(message)),
     "events": _parse_events,

@@ -153,7 +153,14 @@ class Session:
     # -- the connection
 
     def hello(
-        self, *, client: str, role: str, job: str | None, caps: tuple[str, ...], ranks: int | None
+        self,
+        *,
+        client: str,
+        role: str,
+        job: str | None,
+        caps: tuple[str, ...],
+        ranks: int | None,
+        heartbeat_s: float | None = None,
     ) -> Message:
         """The first message on a new connection; resumes the session if there is one."""
         return {
@@ -167,6 +174,7 @@ class Session:
             "session": self.session,
             "secret": self.secret,
             "ranks": ranks,
+            "heartbeat_s": heartbeat_s,
         }
 
     def welcomed(self, welcome: Message) -> tuple[Grant, ...]:

@@ -36,6 +36,7 @@ from tsliced.core.actions import (
     SettleHostMemory,
     StartOperation,
     TellContended,
+    TellHoldWarning,
     TellLost,
     TellRankLost,
     TellStalled,
@@ -91,6 +92,7 @@ ClientAction = (
     | TellContended
     | TellStalled
     | TellLost
+    | TellHoldWarning
     | TellRankLost
     | EndSession
 )

@@ -17,6 +17,7 @@ import random
 import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -276,6 +277,31 @@ def hooks(failing: bool = False) -> None:
     ts = client()
     ts.on_pause(pause)
     ts.on_resume(lambda _resume: calls.append("resume"))
+
+
+@command
+def watch() -> None:
+    """Has it written down what is told of leases: warnings and losses, with their reasons."""
+    ts = client()
+    ts.on_hold_warning(lambda warning: calls.append(f"warning {warning.ends_in_s:.1f}"))
+    ts.on_lost(lambda lost: calls.append(f"lost {lost.reason}"))
+
+
+@command
+def hang(seconds: float) -> None:
+    """Computes and does nothing else, as a loop does that never ends."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+@command
+def work(seconds: float) -> None:
+    """Takes many small steps, and gives a sign of life with each."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        client().heartbeat()
+        time.sleep(0.01)
 
 
 @command

@@ -288,6 +288,11 @@ class FakeDaemon:
             held.session.send({"t": "lost", "lease": lease, "reason": reason})
             self._serve()
 
+    def tell_holder(self, lease: str, message: Message) -> None:
+        """Tells who holds a lease something."""
+        with self.changed:
+            self.held[lease].session.send(message)
+
     def ask_agent(self, message: Message) -> Message:
         """Sends a request to the latest agent and returns its answer."""
         with self.changed:
@@ -595,4 +600,5 @@ class FakeDaemon:
             session=None,
             secret=None,
             ranks=None,
+            heartbeat_s=None,
         )

@@ -462,6 +462,27 @@ def test_phases_progress_and_queues_are_told(daemon: FakeDaemon, ts: TimeSlice) 
     }
 
 
+def test_signs_of_life_are_sent_as_often_as_the_promise_needs(daemon: FakeDaemon) -> None:
+    with connect(daemon.path, heartbeat_s=1000) as ts:
+        ts.heartbeat()
+        daemon.wait_until(lambda: daemon.count("heartbeat") == 1)
+        assert daemon.last("hello")["heartbeat_s"] == 1000.0
+        for _ in range(1000):
+            ts.heartbeat()
+        ts.status()
+        assert daemon.count("heartbeat") == 1
+    with connect(daemon.path, heartbeat_s=0.1) as ts:
+        while daemon.count("heartbeat") < 3:
+            ts.heartbeat()
+
+
+def test_without_a_promise_no_sign_of_life_is_sent(daemon: FakeDaemon, ts: TimeSlice) -> None:
+    ts.heartbeat()
+    ts.status()
+    assert daemon.count("heartbeat") == 0
+    assert daemon.last("hello")["heartbeat_s"] is None
+
+
 def test_what_the_wire_cannot_carry_is_refused_with_its_name(ts: TimeSlice) -> None:
     with pytest.raises(TypeError, match="batch must be a number"):
         ts.progress(batch=[1, 2])

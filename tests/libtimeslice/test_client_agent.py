@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from fake_daemon import LIMIT_S, Background, FakeDaemon, state_of
 
-from libtimeslice import Contended, LeaseState, Lost, Pause, Resume, TimeSlice, connect
+from libtimeslice import Contended, HoldWarning, LeaseState, Lost, Pause, Resume, TimeSlice, connect
 from libtimeslice.aio import connect as aio_connect
 
 
@@ -85,6 +85,19 @@ def test_contention_and_loss_are_told_while_the_caller_computes(
     assert state_of(lease) is LeaseState.LOST
     assert daemon.count("hello") == 2
     assert heard.empty()
+
+
+def test_a_hold_that_may_end_is_told_while_the_caller_computes(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    heard: queue.Queue[HoldWarning] = queue.Queue()
+    ts.on_hold_warning(heard.put)
+    lease = ts.acquire("n1")
+    told = {"lease": lease.id, "groups": ["n1"], "ends_in_s": 30, "waiters": 2}
+    warning = {"t": "hold_warning", **told}
+    daemon.tell_holder(lease.id, warning)
+    expected = HoldWarning(lease=lease.id, groups=("n1",), ends_in_s=30.0, waiters=2)
+    assert heard.get(timeout=LIMIT_S) == expected
 
 
 def test_contention_is_told_also_if_another_thread_reads(daemon: FakeDaemon, ts: TimeSlice) -> None:

@@ -82,6 +82,18 @@ def test_a_lease_tells_the_grant_and_ends_with_its_block(run: Callable[..., None
     run(main)
 
 
+def test_signs_of_life_are_sent_if_they_were_promised(run: Callable[..., None]) -> None:
+    async def main(daemon: FakeDaemon, ts: AsyncTimeSlice) -> None:
+        await ts.heartbeat()
+        async with connect(daemon.path, heartbeat_s=1000) as promising:
+            await promising.heartbeat()
+            await promising.heartbeat()
+            await promising.status()
+        assert daemon.count("heartbeat") == 1
+
+    run(main)
+
+
 def test_acquire_release_status_register_and_notices(run: Callable[..., None]) -> None:
     async def main(daemon: FakeDaemon, ts: AsyncTimeSlice) -> None:
         await ts.acquire("n1")

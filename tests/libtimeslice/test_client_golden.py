@@ -31,7 +31,11 @@ class OldDaemon:
     """Answers each request with a kept frame, in which only the id is put right."""
 
     def __init__(self, daemon: FakeDaemon, version: str) -> None:
-        self.frames = {f.name: f.message for f in frames(version) if f.sender == "daemon"}
+        # What a version did not add it has of those before it.
+        known = versions()[: versions().index(version) + 1]
+        self.frames = {
+            f.name: f.message for each in known for f in frames(each) if f.sender == "daemon"
+        }
         #: By request: the name of the frame that answers it.
         self.answers = {
             "hello": "welcome",

@@ -80,3 +80,16 @@ def test_world_size_makes_a_round_unless_a_call_or_the_caller_says_otherwise() -
 def test_a_target_may_be_a_path_or_a_unix_address() -> None:
     for target in ("/run/s", "unix:/run/s", "unix:///run/s"):
         assert socket_path(target) == "/run/s"
+
+
+def test_the_promise_of_signs_of_life_is_given_or_in_the_environment() -> None:
+    environ = {"TSLICE_HEARTBEAT_S": "2.5"}
+    assert settings_from(environ={}).heartbeat_s is None
+    assert settings_from(environ=environ).heartbeat_s == 2.5
+    assert settings_from(heartbeat_s=7, environ=environ).heartbeat_s == 7.0
+
+
+@pytest.mark.parametrize("text", ["often", "0", "-1", "nan", "1e10"])
+def test_a_promise_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"TSLICE_HEARTBEAT_S|heartbeat_s must be"):
+        settings_from(environ={"TSLICE_HEARTBEAT_S": text})

@@ -23,6 +23,7 @@ from libtimeslice.protocol import (
     ErrorCode,
     EventsQuery,
     FrameReader,
+    Heartbeat,
     Hello,
     PhaseMark,
     Progress,
@@ -57,6 +58,7 @@ HELLO: dict[str, Any] = {
     "session": "s",
     "secret": b"\x00\xff",
     "ranks": 2,
+    "heartbeat_s": 2.5,
 }
 #: One good message of each kind.
 GOOD: list[dict[str, Any]] = [
@@ -69,6 +71,7 @@ GOOD: list[dict[str, Any]] = [
     {"t": "phase", "name": "reward", "begin": True},
     {"t": "progress", "fields": {"step": 1, "loss": math.nan, "tag": "a", "ok": True}},
     {"t": "queue", "name": "q", "depth": 3, "target": None},
+    {"t": "heartbeat"},
     {"t": "status", "id": 5},
     {"t": "ps", "id": 6},
     {"t": "events", "id": 7, "since": None, "follow": True, "limit": 10},
@@ -234,6 +237,7 @@ def test_one_good_message_of_each_kind_is_understood() -> None:
         session="s",
         secret=b"\x00\xff",
         ranks=2,
+        heartbeat_s=2.5,
     )
     assert parsed[1] == Acquire(
         id=7, groups=("n1", "n2"), phase="rollout", ranks=4, arrive="first", timeout_s=2.5
@@ -247,9 +251,10 @@ def test_one_good_message_of_each_kind_is_understood() -> None:
     assert parsed[6] == PhaseMark(name="reward", begin=True)
     assert isinstance(parsed[7], Progress)
     assert parsed[8] == QueueDepth(name="q", depth=3, target=None)
-    assert parsed[11] == EventsQuery(id=7, since=None, follow=True, limit=10)
-    assert isinstance(parsed[15], Reply)
-    assert parsed[15].error == {"code": "internal", "message": "m"}
+    assert parsed[9] == Heartbeat()
+    assert parsed[12] == EventsQuery(id=7, since=None, follow=True, limit=10)
+    assert isinstance(parsed[16], Reply)
+    assert parsed[16].error == {"code": "internal", "message": "m"}
 
 
 def test_absent_optional_fields_have_their_defaults_and_unknown_ones_are_ignored() -> None:
@@ -259,6 +264,7 @@ def test_absent_optional_fields_have_their_defaults_and_unknown_ones_are_ignored
     hello = parse_untrusted({"t": "hello", "version": [1, 0], "client": "c"})
     assert isinstance(hello, Hello)
     assert (hello.role, hello.caps, hello.job) == ("client", (), None)
+    assert hello.heartbeat_s is None
 
 
 @pytest.mark.parametrize(
@@ -318,6 +324,8 @@ def test_an_acquire_with_a_bad_field_is_refused_by_name(field: str, value: objec
         {**HELLO, "secret": b"x" * 257},
         {**HELLO, "caps": [7]},
         {**HELLO, "job": "a\x00b"},
+        {**HELLO, "heartbeat_s": 0},
+        {**HELLO, "heartbeat_s": "1"},
         {"re": "1"},
         {"re": 1, "err": "no"},
     ],

@@ -181,6 +181,12 @@ class TestProblems:
             ("[daemon]\nhost = 'a b'", "daemon.host", "a host name"),
             ("[daemon]\nmax_clients = true", "daemon.max_clients", "a whole number"),
             ("[daemon]\nmax_clients_per_uid = 5000", "daemon.max_clients_per_uid", "more than"),
+            ("[limits]\nmax_hold_s = 30", "limits.max_hold_s", "no time for a warning"),
+            (
+                "[limits]\nhold_warning_s = 5\n[groups.g]\ndevices = ['n1:0']\nmax_hold_s = 5",
+                "groups.g.max_hold_s",
+                "more than limits.hold_warning_s, 5 s",
+            ),
             ("daemon = 3", "daemon", "must be a table: [daemon]"),
             ("[daemon]\n[[groups]]", "groups", "must be a table: [groups]"),
             ("[groups]\ng = 1", "groups.g", "must be a table: [groups.g]"),
@@ -309,6 +315,10 @@ class TestGroups:
             name=GroupName("n1"), devices=tuple(uuid("n1", n) for n in range(4)), order=0
         )
         assert (second.name, second.order) == ("n2", 1)
+
+    def test_a_group_has_its_own_longest_hold(self, main: Path) -> None:
+        first, *_ = self.resolve(main, "[groups.g]\ndevices = ['n1:0']\nmax_hold_s = 60")
+        assert first.max_hold_s == 60.0
 
     def test_a_host_without_devices_is_no_group(self, main: Path) -> None:
         main.write_text("")

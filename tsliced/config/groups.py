@@ -209,6 +209,7 @@ class _Resolution:
             name=GroupName(group.name),
             devices=tuple(dict.fromkeys(devices)),
             order=self._order - 1,
+            max_hold_s=group.max_hold_s,
         )
 
     def check_overlaps(self) -> None:

@@ -137,6 +137,14 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
             "limits.retry_min_s",
             f"{core.retry_min_s:g} s is more than retry_max_s, {core.retry_max_s:g} s",
         )
+    holds: list[tuple[tuple[str, ...], float | None]]
+    holds = [(("limits", "max_hold_s"), core.max_hold_s)]
+    holds += [(("groups", group.name, "max_hold_s"), group.max_hold_s) for group in config.groups]
+    for path, limit_s in holds:
+        if limit_s is not None and limit_s <= core.hold_warning_s:
+            warning_s = f"limits.hold_warning_s, {core.hold_warning_s:g} s"
+            text = f"{limit_s:g} s leave no time for a warning: it must be more than {warning_s}"
+            yield Problem(config.origin(*path), ".".join(path), text)
     if daemon.max_clients_per_uid > daemon.max_clients:
         yield _problem(
             config,

@@ -70,6 +70,8 @@ class GroupSettings:
     users: tuple[str, ...] = ()
     #: Slurm accounts.
     accounts: tuple[str, ...] = ()
+    #: Longest hold while others wait; left out: ``limits.max_hold_s``.
+    max_hold_s: float | None = None
     #: A lease over several groups reserves them in this order; left out: after the others.
     order: int | None = ruled(None, least=0)
 

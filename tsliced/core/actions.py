@@ -45,6 +45,7 @@ class SessionRecord:
     groups: tuple[GroupName, ...]
     hooks: bool
     agent: bool
+    heartbeat_s: float | None = None
 
 
 @value
@@ -235,6 +236,17 @@ class TellLost:
 
 
 @value
+class TellHoldWarning:
+    """Tell a holder that its lease may be taken back: from then on, as soon as anybody waits."""
+
+    session: SessionId
+    lease: LeaseId
+    groups: tuple[GroupName, ...]
+    ends_in_s: float
+    waiters: int
+
+
+@value
 class TellRankLost:
     """Tell a session that a process of its job is gone: its peers may wait for it for ever."""
 
@@ -373,6 +385,7 @@ Action: TypeAlias = (
     | TellContended
     | TellStalled
     | TellLost
+    | TellHoldWarning
     | TellRankLost
     | EndSession
     | StartOperation

@@ -54,6 +54,8 @@ class SessionOpened:
     agent: bool = False
     #: It asks questions and leases nothing.
     tool: bool = False
+    #: It will give a sign of life at least so often while it holds anything.
+    heartbeat_s: float | None = None
 
 
 @value
@@ -104,6 +106,13 @@ class GrantConfirmed:
 
     session: SessionId
     lease: LeaseId
+
+
+@value
+class SignOfLife:
+    """A client's own code showed that it goes on."""
+
+    session: SessionId
 
 
 @value
@@ -258,6 +267,7 @@ Event: TypeAlias = (
     | ProcessExited
     | AcquireRequested
     | GrantConfirmed
+    | SignOfLife
     | ReleaseRequested
     | CancelRequested
     | RankRegistered

@@ -154,8 +154,12 @@ class Granting(Draining):
                 place=round_.place,
             )
         )
-        if arbiter.chosen is not None and len(arbiter.queue) == 1:
+        if arbiter.chosen is None:
+            return
+        if len(arbiter.queue) == 1:
             self.tell_contended(arbiter.name)
+        if (holder := self.rounds[arbiter.chosen]).overdue:
+            self.timers.set(TimerKey(TimerKind.HOLD, holder.id), round_.asked_at)
 
     def _clear_devices(self, round_: Round, now: float) -> bool:
         """Order what must be moved; return whether nothing must."""
@@ -288,6 +292,8 @@ class Granting(Draining):
         if round_.paused:
             self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
         self.aside.pop(round_.id, None)
+        if round_.hold_from is not None:
+            self.timers.clear(TimerKey(TimerKind.HOLD, round_.id))
         if round_.state is not RoundState.GATHERING:
             # Only then is anything free: who is chosen for one group goes on to the next.
             for group in round_.groups:

@@ -26,7 +26,7 @@ from tsliced.core.events import (
     ReleaseRequested,
     SessionOpened,
 )
-from tsliced.core.granting import Granting
+from tsliced.core.holding import Holding
 from tsliced.core.model import (
     Arrival,
     GroupName,
@@ -44,7 +44,7 @@ NO_ROUND = RoundId(0)
 
 
 @dataclass(slots=True, kw_only=True)
-class Leasing(Granting):
+class Leasing(Holding):
     """The books of one host, with the doors that clients come in by."""
 
     gangs: dict[JobKey, dict[tuple[GroupName, ...], Gang]] = field(default_factory=dict)
@@ -64,6 +64,7 @@ class Leasing(Granting):
             hooks=event.hooks,
             agent=event.agent,
             tool=event.tool,
+            heartbeat_s=event.heartbeat_s,
         )
         self.put_session(session)
         self.out += (session.record(), WatchProcess(process=event.process))
@@ -81,7 +82,7 @@ class Leasing(Granting):
         key = TimerKey(TimerKind.GRACE, session_id)
         self.timers.set(key, now + self.limits.grace_s)
 
-    def on_resumed(self, session_id: SessionId) -> None:
+    def on_resumed(self, session_id: SessionId, now: float) -> None:
         """A client came back. What it has no answer to it asks again; other grants it has seen."""
         session = self.sessions.get(session_id)
         if session is None:
@@ -90,6 +91,8 @@ class Leasing(Granting):
         self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
         for lease in session.leases.values():
             self.confirm(lease)
+        if session.heartbeat_s is not None:
+            self.expect_signs(session, now)
 
     def end_session(self, session_id: SessionId, text: str, now: float) -> None:
         """End a session and all its leases."""
@@ -101,6 +104,7 @@ class Leasing(Granting):
         for lease in leases:
             self.end_lease(lease, code="lease_ended", text=text, now=now)
         self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
+        self.timers.clear(TimerKey(TimerKind.SILENCE, session_id))
         self.strike_session(session)
         self.out.append(EndSession(session=session_id, text=text))
         self._leave_gangs(session, now)
@@ -140,6 +144,7 @@ class Leasing(Granting):
         if session is None:
             self.refuse(event.session, event.request, "session_unknown", "connect again")
             return
+        session.heard_at = now
         lease_id = lease_name(event.session, event.request)
         lease = session.leases.get(event.request)
         if lease is not None:
@@ -285,6 +290,7 @@ class Leasing(Granting):
         if session is None:
             self.refuse(event.session, event.request, "session_unknown", "connect again")
             return
+        session.heard_at = now
         lease = self.leases.get(event.lease)
         if lease is not None and lease.session == session.id and lease.state is LeaseState.HELD:
             waiters = self.waiters_of(lease)

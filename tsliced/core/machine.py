@@ -63,6 +63,7 @@ from tsliced.core.events import (
     SessionDisconnected,
     SessionOpened,
     SessionResumed,
+    SignOfLife,
     Started,
     TimePassed,
 )
@@ -122,6 +123,11 @@ class MachineConfig:
     policies: Mapping[GroupName, Policy] = field(default_factory=dict)
 
 
+def _max_hold_s(config: MachineConfig) -> dict[GroupName, float]:
+    limits = ((g.name, g.max_hold_s or config.limits.max_hold_s) for g in config.groups)
+    return {name: limit for name, limit in limits if limit is not None}
+
+
 class Machine:
     """All state of the core. Mutate it only through `handle`."""
 
@@ -156,6 +162,7 @@ class Machine:
             numbers=self.numbers,
             timers=self.timers,
             random=random,
+            max_hold_s=_max_hold_s(config),
         )
         self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
         #: Records that the journal does not have and should.
@@ -190,6 +197,8 @@ class Machine:
                 leasing.on_release(event, now)
             case GrantConfirmed():
                 leasing.on_confirmed(event)
+            case SignOfLife(session=session):
+                leasing.on_sign_of_life(session, now)
             case CancelRequested():
                 leasing.on_cancel(event, now)
             case SessionOpened():
@@ -197,7 +206,7 @@ class Machine:
             case SessionDisconnected(session=session):
                 leasing.on_disconnected(session, now)
             case SessionResumed(session=session):
-                leasing.on_resumed(session)
+                leasing.on_resumed(session, now)
             case SessionClosed(session=session):
                 leasing.end_session(session, "it was closed", now)
             case OperationFinished():
@@ -287,6 +296,7 @@ class Machine:
                 leasing.hold_rest(round_, now)
             else:
                 leasing.take_place(round_, now)
+        leasing.resume_clocks(now)
         for job in dict.fromkeys((*tenancies.by_job, *leasing.faults)):
             leasing.tidy(job)
         leasing.todo += leasing.drains
@@ -337,6 +347,10 @@ class Machine:
                     leasing.on_retry_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.PARK:
                     leasing.todo.append(id_)  # type: ignore[arg-type]  # by kind
+                case TimerKind.SILENCE:
+                    leasing.on_silence_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.HOLD:
+                    leasing.on_hold_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.BARRIER:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
                 case TimerKind.STUCK:

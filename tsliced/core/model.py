@@ -213,6 +213,8 @@ class GroupConfig:
     name: GroupName
     devices: tuple[DeviceId, ...]
     order: int
+    #: Longest hold while others wait; None: `CoreLimits.max_hold_s`.
+    max_hold_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +244,10 @@ class CoreLimits:
     stuck_bytes_per_s: float = 0.5e9
     max_wait_s: float = 3600.0
     max_passed_over: int = 8
+    #: Longest hold of a group while others wait; None: no limit.
+    max_hold_s: float | None = None
+    #: A holder is told so long before its lease may be taken back for it.
+    hold_warning_s: float = 30.0
     #: Tokens and epochs that are reserved by one durable write.
     block: int = 4096
     #: Transitions kept for the story of a broken invariant.

@@ -103,6 +103,7 @@ def _session(machine: Machine, record: SessionRecord, now: float) -> None:
             groups=record.groups,
             hooks=record.hooks,
             agent=record.agent,
+            heartbeat_s=record.heartbeat_s,
             connected=False,
             regained=True,
         )

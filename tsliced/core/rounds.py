@@ -71,6 +71,14 @@ class Round:
     admit_tries: int = 0
     #: It has paused before another try.
     paused: bool = False
+    #: Since when it is held, moved on by what does not count; None: no limit, or not held.
+    hold_from: float | None = None
+    #: It has been kept still since then, which does not count.
+    still_since: float | None = None
+    #: It was warned that its time will be over.
+    warned: bool = False
+    #: Its time is over, and it goes on only because nobody waits.
+    overdue: bool = False
     #: What its members were last told about why it takes so long.
     stalled: Reason | None = None
 

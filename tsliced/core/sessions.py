@@ -91,6 +91,10 @@ class Session:
     agent: bool = False
     #: It only asks questions; not kept, since it ends with its connection.
     tool: bool = False
+    #: It promised a sign of life at least so often while it holds anything.
+    heartbeat_s: float | None = None
+    #: The latest one; as long as it is held, all that keeps it from giving one moves this on.
+    heard_at: float = 0.0
     connected: bool = True
     #: Taken back from the journal, which does not say whether it has asked together with others.
     regained: bool = False
@@ -113,6 +117,7 @@ class Session:
             groups=self.groups,
             hooks=self.hooks,
             agent=self.agent,
+            heartbeat_s=self.heartbeat_s,
         )
 
     def remember(

@@ -393,6 +393,15 @@ class Tenancies:
         rank = self.all[key].participant.ranks[process]
         return rank.operation is not None or rank.state in (RankState.FROZEN, RankState.PARKED)
 
+    def any_still(self, job: JobKey, groups: Iterable[GroupName]) -> bool:
+        """Whether state of a job on any of the groups is frozen, parked or being moved."""
+        wanted = set(groups)
+        own = (self.all[key] for key in self.by_job.get(job, ()))
+        return any(
+            tenancy.participant.ranks and not tenancy.ready and not wanted.isdisjoint(tenancy.reach)
+            for tenancy in own
+        )
+
     def at_rest(self, process: ProcessId) -> bool:
         """Whether a process is a rank that we keep from running, with no driver call in flight."""
         key = self.home.get(process)

@@ -28,6 +28,8 @@ class TimerKind(Enum):
     NUMBERS = "numbers"
     JOURNAL = "journal"
     ENDING = "ending"
+    SILENCE = "silence"
+    HOLD = "hold"
 
 
 class TimerKey(NamedTuple):

@@ -12,6 +12,7 @@ from tsliced.core.actions import (
     Grant,
     Refuse,
     TellContended,
+    TellHoldWarning,
     TellLost,
     TellRankLost,
     TellStalled,
@@ -73,6 +74,16 @@ def _lost(action: TellLost) -> Message:
     return {"t": "lost", "lease": action.lease, "reason": action.text}
 
 
+def _hold_warning(action: TellHoldWarning) -> Message:
+    return {
+        "t": "hold_warning",
+        "lease": action.lease,
+        "groups": list(action.groups),
+        "ends_in_s": action.ends_in_s,
+        "waiters": action.waiters,
+    }
+
+
 def _rank_lost(action: TellRankLost) -> Message:
     return {"t": "rank_lost", "lease": action.lease, "pid": action.pid, "reason": action.text}
 
@@ -86,5 +97,6 @@ MESSAGES: dict[type, Callable[[Any], Message]] = {
     TellContended: _contended,
     TellStalled: _stalled,
     TellLost: _lost,
+    TellHoldWarning: _hold_warning,
     TellRankLost: _rank_lost,
 }

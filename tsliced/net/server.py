@@ -23,6 +23,7 @@ from libtimeslice.protocol import (
     Bye,
     Cancel,
     EventsQuery,
+    Heartbeat,
     Hello,
     Message,
     PhaseMark,
@@ -49,6 +50,7 @@ from tsliced.core.events import (
     SessionDisconnected,
     SessionOpened,
     SessionResumed,
+    SignOfLife,
 )
 from tsliced.core.model import (
     Arrival,
@@ -72,7 +74,16 @@ from tsliced.net.enrolment import Enrolment
 from tsliced.net.replies import MESSAGES, job_message
 from tsliced.observe.status import StatusPage
 
-CAPABILITIES = ["acquire", "rounds", "register", "attach", "events", "hooks"]
+CAPABILITIES = [
+    "acquire",
+    "rounds",
+    "register",
+    "attach",
+    "events",
+    "hooks",
+    "heartbeat",
+    "hold_warning",
+]
 
 #: Emptying a cache takes milliseconds, and is not worth waiting for long.
 EMPTY_CACHE_LIMIT_S = 5.0
@@ -93,6 +104,8 @@ class Client:
     #: Its process can empty its caching allocator when asked.
     empties_cache: bool = False
     tool: bool = False
+    #: It promised signs of life.
+    heartbeats: bool = False
     #: Requests that are not answered yet.
     open_requests: int = 0
     #: The daemon's own requests, by their ids.
@@ -138,6 +151,7 @@ class Server:
             PhaseMark: self._on_phase,
             Progress: self._on_progress,
             QueueDepth: self._on_queue,
+            Heartbeat: self._on_heartbeat,
             StatusQuery: self._on_status,
             PsQuery: self._on_ps,
             EventsQuery: self._on_events,
@@ -154,6 +168,7 @@ class Server:
             self._clients[session.id] = Client(
                 session.id, peer, session.job, None, hooks=session.hooks
             )
+            self._clients[session.id].heartbeats = session.heartbeat_s is not None
             self._membership.register(session.process, session.job)
 
     def close(self) -> None:
@@ -251,6 +266,7 @@ class Server:
         hooks, tool = "quiesce" in hello.caps, hello.role == "tool"
         client = Client(session, peer, job, connection, hooks=hooks, tool=tool)
         client.empties_cache = "empty_cache" in hello.caps
+        client.heartbeats = hello.heartbeat_s is not None
         self._clients[session] = client
         connection.session = session
         secret = secrets.token_bytes(16)
@@ -264,6 +280,7 @@ class Server:
                 hooks=client.hooks,
                 agent=hello.role == "agent",
                 tool=tool,
+                heartbeat_s=hello.heartbeat_s,
             )
         )
         self._welcome(client, resumed=False, secret=secret, groups=groups)
@@ -388,9 +405,11 @@ class Server:
         self._driver.note(
             "phase", "info", job=str(client.job), name=request.name, begin=request.begin
         )
+        self._heard(client)
 
     def _on_progress(self, client: Client, request: Progress) -> None:
         self._driver.note("progress", "info", **{**request.fields, "job": str(client.job)})
+        self._heard(client)
 
     def _on_queue(self, client: Client, request: QueueDepth) -> None:
         self._driver.note(
@@ -401,6 +420,15 @@ class Server:
             depth=request.depth,
             target=request.target,
         )
+        self._heard(client)
+
+    def _on_heartbeat(self, client: Client, request: Heartbeat) -> None:
+        self._heard(client)
+
+    def _heard(self, client: Client) -> None:
+        """Know that the client's own code goes on; what its library does by itself is no sign."""
+        if client.heartbeats:
+            self._driver.post(SignOfLife(session=client.session))
 
     def _on_status(self, client: Client, request: StatusQuery) -> None:
         self._send_whole(client, reply(request.id, status=self._status.status()))

@@ -61,6 +61,7 @@ from tsliced.core.events import (
     SessionClosed,
     SessionDisconnected,
     SessionOpened,
+    SignOfLife,
     Started,
     TimePassed,
 )
@@ -466,7 +467,13 @@ class World:
     # --- clients ------------------------------------------------------------------------------
 
     def session(
-        self, owner: JobKey, *, hooks: bool = False, pid: int | None = None, tool: bool = False
+        self,
+        owner: JobKey,
+        *,
+        hooks: bool = False,
+        pid: int | None = None,
+        tool: bool = False,
+        heartbeat_s: float | None = None,
     ) -> SessionId:
         """Open a session for a job."""
         number = next(self.pids) if pid is None else pid
@@ -481,6 +488,7 @@ class World:
                 groups=tuple(group.name for group in self.groups),
                 hooks=hooks,
                 tool=tool,
+                heartbeat_s=heartbeat_s,
             )
         )
         return session
@@ -537,6 +545,10 @@ class World:
             )
         )
         return LeaseId(f"{session}.{number}")
+
+    def beat(self, session: SessionId) -> None:
+        """Let a client give a sign of life."""
+        self.feed(SignOfLife(session=session))
 
     def release(self, lease: LeaseId, *, request: int | None = None) -> RequestId:
         """Give a lease back."""
