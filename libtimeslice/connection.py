@@ -87,10 +87,17 @@ class Connection:
 
     @classmethod
     def open(
-        cls, path: str, *, role: str = "tool", job: str | None = None, limit_s: float = 10.0
+        cls,
+        path: str,
+        *,
+        role: str = "tool",
+        job: str | None = None,
+        uid: int | None = None,
+        limit_s: float = 10.0,
     ) -> Connection:
         """Connects to a daemon for single questions; it does not reconnect.
 
+        `uid` is the user for whom root, or another administrator, acts.
         With another role than "tool" its session outlives it by the daemon's grace.
 
         Raises DaemonUnreachable within `limit_s` seconds, or what the daemon answers to the hello.
@@ -98,6 +105,8 @@ class Connection:
         hello = Session().hello(
             client=f"libtimeslice/{__version__}", role=role, job=job, caps=(), ranks=None
         )
+        if uid is not None:
+            hello["uid"] = uid
         link = open_link(path, hello, limit_s=limit_s)
         connection = cls(link.sock, reader=link.reader)
         connection.take_over(link)

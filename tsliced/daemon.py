@@ -20,7 +20,9 @@ from tsliced.core.model import GroupConfig, HostName
 from tsliced.core.recovery import recover
 from tsliced.driver import Driver, Ledgers, Surroundings
 from tsliced.host.backends.base import Backend, BackendContext, load_backend
-from tsliced.host.devices import Devices, DevicesUnavailable
+from tsliced.host.descriptors import raise_limit
+from tsliced.host.device_access import DeviceAccess
+from tsliced.host.devices import Device, Devices, DevicesUnavailable
 from tsliced.host.journal import Journal, JournalLimits
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
@@ -31,6 +33,7 @@ from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.listening import listen
 from tsliced.net.server import Server
+from tsliced.net.shares import Shares
 from tsliced.observe.status import StatusPage
 from tsliced.sdnotify import Notifier
 
@@ -210,7 +213,12 @@ class Daemon:
         backend: Backend,
     ) -> Server:
         config, around = self.config, driver.around
-        authority = Authority(groups, config.groups, config.daemon.admin_group)
+        inventory = devices.inventory() if devices is not None else ()
+        access = self._make_access(inventory)
+        authority = Authority(groups, config.groups, config.daemon.admin_group, access=access)
+        shares = Shares(
+            config.limits.server, descriptors=raise_limit(), watched=lambda: driver.watched
+        )
         return Server(
             driver,
             config.limits.server,
@@ -220,14 +228,20 @@ class Daemon:
             status=StatusPage(
                 machine=driver.machine,
                 scanner=around.scanner,
-                inventory=devices.inventory() if devices is not None else (),
+                inventory=inventory,
                 backend=config.daemon.backend,
                 memory=HostMemory(),
                 reserved_bytes=around.ledgers.host.promised,
             ),
-            max_clients=config.daemon.max_clients,
-            max_clients_per_uid=config.daemon.max_clients_per_uid,
+            shares=shares,
         )
+
+    def _make_access(self, inventory: tuple[Device, ...]) -> DeviceAccess | None:
+        mode = self.config.authority.device_cgroup
+        if mode == "off":
+            return None
+        nodes = {d.uuid: f"/dev/nvidia{d.minor}" for d in inventory if d.minor is not None}
+        return DeviceAccess(nodes, required=mode == "require")
 
     async def _serve(
         self, stack: contextlib.AsyncExitStack, server: Server, sock: socket.socket

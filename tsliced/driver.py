@@ -169,6 +169,11 @@ class Driver:
 
     # --- the queue ----------------------------------------------------------------------------
 
+    @property
+    def watched(self) -> int:
+        """How many processes are watched, with one descriptor each."""
+        return len(self._watch)
+
     def post(self, event: Event) -> None:
         """Let the core have an event in this turn of the loop, after those before it."""
         if self._closed:

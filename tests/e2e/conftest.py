@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,10 @@ def make_host(softcuda_build: Path) -> Iterator[MakeHost]:
     """Makes hosts with two devices of 64 MiB, a group each, and a daemon that serves."""
     hosts: list[Host] = []
 
-    def make(*, settings: Settings | None = None, **environment: str) -> Host:
-        host = Host(softcuda_build, settings=settings, **environment)
+    def make(
+        *, settings: Settings | None = None, launcher: Sequence[str] = (), **environment: str
+    ) -> Host:
+        host = Host(softcuda_build, settings=settings, launcher=launcher, **environment)
         hosts.append(host)
         host.start_daemon()
         return host

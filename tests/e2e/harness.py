@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -171,7 +171,12 @@ class Host:
     """Devices in a directory of their own, a daemon, and everything that was started beside it."""
 
     def __init__(
-        self, softcuda: Path, *, settings: Settings | None = None, **environment: str
+        self,
+        softcuda: Path,
+        *,
+        settings: Settings | None = None,
+        launcher: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         # Device memory and the journal are files; the kernel limits paths of sockets.
@@ -184,6 +189,8 @@ class Host:
         self.log = self.directory / "log"
         self.config = self.directory / "tsliced.toml"
         self.settings = settings or {}
+        #: A command that makes the daemon's surroundings, and then runs what it is given.
+        self.launcher = tuple(launcher)
         self._softcuda = softcuda
         self._environment = {
             "LD_LIBRARY_PATH": str(softcuda),
@@ -221,7 +228,7 @@ class Host:
         self.write_config(self.config, self.settings)
         with self.log.open("ab") as log:
             self.daemon = subprocess.Popen(
-                [sys.executable, "-m", "tsliced", "--config", str(self.config)],
+                [*self.launcher, sys.executable, "-m", "tsliced", "--config", str(self.config)],
                 # Backends of the tests lie here.
                 env=self.variables(PYTHONPATH=path_with(HERE), **environment),
                 stdout=log,
@@ -422,6 +429,15 @@ class Host:
 
     # --- the end ------------------------------------------------------------------------------
 
+    def close_ranks(self) -> None:
+        """Ends all ranks, and waits for none of them."""
+        for rank in self._ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGCONT)
+            rank.close()
+        self._ranks.clear()
+        self._eye = None
+
     def workers(self) -> list[int]:
         """Returns the workers of this host's daemons that still run."""
         mark = str(self.directory / "state" / "workers").encode()
@@ -435,10 +451,7 @@ class Host:
         """
         try:
             lost = self._lost_waiters(answer_limit_s)
-            for rank in self._ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(rank.pid, signal.SIGCONT)
-                rank.close()
+            self.close_ranks()
             for process in self._others:
                 process.kill()
                 process.communicate()
@@ -465,7 +478,13 @@ class Host:
 class MakeHost(Protocol):
     """The fixture of that name."""
 
-    def __call__(self, *, settings: Settings | None = None, **environment: str) -> Host: ...
+    def __call__(
+        self,
+        *,
+        settings: Settings | None = None,
+        launcher: Sequence[str] = (),
+        **environment: str,
+    ) -> Host: ...
 
 
 def _is(pid: int, mark: bytes) -> bool:

@@ -328,6 +328,18 @@ def become(uid: int) -> None:
 
 
 @command
+def become_effective(uid: int) -> None:
+    """Goes on as another user without ceasing to be the one that it is."""
+    os.seteuid(uid)
+
+
+@command
+def lease_id() -> str:
+    """Returns the name of the latest lease."""
+    return leases[-1].id
+
+
+@command
 def ask(name: str, hello: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Sends one request on a connection of its own, opened with these fields in its hello."""
     opening = Session().hello(client="rank", role="client", job=None, caps=(), ranks=None)
@@ -338,21 +350,60 @@ def ask(name: str, hello: dict[str, Any], **fields: Any) -> dict[str, Any]:
         return {"job": link.welcome["job"], "groups": link.welcome["groups"], **answer}
 
 
+def call_on(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
+    """Connects and says hello; returns what the daemon says to it."""
+    sock.settimeout(20)
+    sock.connect(os.environ["TSLICE_SOCKET"])
+    opening = Session().hello(client="rank", role="client", job=None, caps=(), ranks=None)
+    with contextlib.suppress(BrokenPipeError):  # one too many: it was said and hung up on
+        sock.sendall(encode({**opening, **hello}))
+    return FrameReader().feed(sock.recv(1 << 16))[0]
+
+
+@command
+def resume(session: str, secret: str) -> dict[str, Any]:
+    """Tries to go on with a session."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        said = call_on(sock, {"session": session, "secret": bytes.fromhex(secret)})
+        sock.sendall(encode({"t": "bye"}))
+        return {"resumed": said["resumed"], "leases": said["leases"]}
+
+
+@command
+def throng(sessions: int, requests: int) -> dict[str, list[str]]:
+    """Opens sessions, and from each asks for a group so often; returns all that is refused."""
+    refused: dict[str, list[str]] = {"refused sessions": [], "refused requests": []}
+    with contextlib.ExitStack() as stack:
+        opened: list[socket.socket] = []
+        for _ in range(sessions):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            said = call_on(sock, {})
+            if said["t"] == "welcome":
+                opened.append(sock)
+            else:
+                refused["refused sessions"].append(said["message"])
+        for sock in opened:
+            asked = [{"t": "acquire", "id": n + 1, "groups": ["g1"]} for n in range(requests)]
+            sock.sendall(b"".join(map(encode, [*asked, {"t": "ping", "id": requests + 1}])))
+            reader = FrameReader()
+            answers: list[dict[str, Any]] = []
+            while not any(answer.get("re") == requests + 1 for answer in answers):
+                answers += reader.feed(sock.recv(1 << 16))
+            refused["refused requests"] += [a["err"]["message"] for a in answers if "err" in a]
+        for sock in opened:
+            sock.sendall(encode({"t": "bye"}))
+            while sock.recv(1 << 16):
+                pass
+    return refused
+
+
 @command
 def crowd(count: int) -> list[str]:
     """Opens so many connections at one time; returns what the daemon says to each of them."""
-    hello = Session().hello(client="rank", role="tool", job=None, caps=(), ranks=None)
-    said = []
     with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-            sock.settimeout(20)
-            sock.connect(os.environ["TSLICE_SOCKET"])
-            with contextlib.suppress(BrokenPipeError):  # one too many: it was said and hung up on
-                sock.sendall(encode(hello))
-            (message,) = FrameReader().feed(sock.recv(1 << 16))
-            said.append(str(message.get("message", message["t"])))
-    return said
+        socks = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
+        said = [call_on(sock, {"role": "tool"}) for sock in socks]
+    return [str(message.get("message", message["t"])) for message in said]
 
 
 def answer_to(line: str) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def host(softcuda_build: Path) -> Iterator[Host]:
     host = Host(
         softcuda_build,
         settings={
-            "daemon": {"max_clients_per_uid": CONNECTIONS},
             "limits": {
+                "max_clients_per_uid": CONNECTIONS,
                 "max_pending_requests": PENDING,
                 "handshake_timeout_s": 0.5,
                 "max_frame_bytes": 4096,
@@ -428,7 +428,7 @@ def test_a_process_of_another_user_cannot_be_attached_g10(
 
 @needs_root
 def test_a_user_has_so_many_connections_and_no_more_g9(host: Host, stranger: Rank) -> None:
-    refusal = f"uid {NOBODY} has {CONNECTIONS} connections, which is the limit"
+    refusal = f"uid {NOBODY} has {CONNECTIONS} connections, which is the limit max_clients_per_uid"
     assert stranger.do("crowd", count=CONNECTIONS + 1) == [*["welcome"] * CONNECTIONS, refusal]
     with RawClient(host.socket) as other:
         assert other.hello()["t"] == "welcome", "another user still comes in"

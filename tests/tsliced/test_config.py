@@ -152,8 +152,8 @@ class TestProblems:
         dropin = add_dropin(main, "a.toml", '[groups.g]\ndevices = [\n  "n1:3-0",\n]\n')
         broken = add_dropin(main, "b.toml", "[daemon]\nx = \n")
         main.write_text(
-            '[daemon]\nlog_level = "loud"\nmax_clients = -1\n\n'
-            "[limits]\nack_s = inf\nmax_waiters = 1.5\n"
+            '[daemon]\nlog_level = "loud"\n\n\n'
+            "[limits]\nack_s = inf\nmax_waiters = 1.5\nmax_clients = -1\n"
         )
         with pytest.raises(ConfigError) as caught:
             load(main)
@@ -164,7 +164,7 @@ class TestProblems:
                 f"  {broken}:2: this is not TOML: Invalid value (at line 2, column 5)",
                 f"  {main}:2: daemon.log_level: 'loud' is not allowed: "
                 "use one of debug, info, warning, error",
-                f"  {main}:3: daemon.max_clients: -1 is not allowed: it must be more than 0",
+                f"  {main}:8: limits.max_clients: -1 is not allowed: it must be more than 0",
                 f"  {main}:6: limits.ack_s: inf is not allowed: it must be finite",
                 f"  {main}:7: limits.max_waiters: 1.5 is not allowed: it must be a whole number",
                 f"  {dropin}:2: groups.g.devices: 'n1:3-0' counts backwards: write 0-3",
@@ -179,14 +179,16 @@ class TestProblems:
             (f"[daemon]\nsocket = '/{'x' * 107}'", "daemon.socket", "at most 107 bytes"),
             ("[daemon]\nhost = 3", "daemon.host", "must be a text in quotes"),
             ("[daemon]\nhost = 'a b'", "daemon.host", "a host name"),
-            ("[daemon]\nmax_clients = true", "daemon.max_clients", "a whole number"),
-            ("[daemon]\nmax_clients_per_uid = 5000", "daemon.max_clients_per_uid", "more than"),
             ("[limits]\nmax_hold_s = 30", "limits.max_hold_s", "no time for a warning"),
             (
                 "[limits]\nhold_warning_s = 5\n[groups.g]\ndevices = ['n1:0']\nmax_hold_s = 5",
                 "groups.g.max_hold_s",
                 "more than limits.hold_warning_s, 5 s",
             ),
+            ("[limits]\nmax_clients = true", "limits.max_clients", "a whole number"),
+            ("[limits]\nmax_clients_per_uid = 5000", "limits.max_clients_per_uid", "more than"),
+            ("[limits]\nmax_sessions_per_uid = 99999", "limits.max_sessions_per_uid", "more than"),
+            ("[authority]\ndevice_cgroup = 'on'", "authority.device_cgroup", "auto, off, require"),
             ("daemon = 3", "daemon", "must be a table: [daemon]"),
             ("[daemon]\n[[groups]]", "groups", "must be a table: [groups]"),
             ("[groups]\ng = 1", "groups.g", "must be a table: [groups.g]"),

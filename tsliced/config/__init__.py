@@ -10,6 +10,7 @@ from tsliced.config.groups import Inventory, hosts_of, resolve_groups
 from tsliced.config.loading import DEFAULT_PATH, describe, load
 from tsliced.config.reader import ConfigError, Origin, Problem
 from tsliced.config.settings import (
+    AuthoritySettings,
     Config,
     DaemonSettings,
     GroupSettings,
@@ -22,6 +23,7 @@ from tsliced.config.settings import (
 
 __all__ = [
     "DEFAULT_PATH",
+    "AuthoritySettings",
     "Config",
     "ConfigError",
     "DaemonSettings",

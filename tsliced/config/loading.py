@@ -14,6 +14,7 @@ from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, pa
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
 from tsliced.config.settings import (
     CORE_RULES,
+    AuthoritySettings,
     Config,
     DaemonSettings,
     GroupSettings,
@@ -30,6 +31,7 @@ DEFAULT_PATH: Final = "/etc/tsliced/tsliced.toml"
 #: Sections that are one dataclass each.
 _SECTIONS: Final[Mapping[str, type[Any]]] = {
     "daemon": DaemonSettings,
+    "authority": AuthoritySettings,
     "memory": MemorySettings,
     "scan": ScanSettings,
     "history": HistorySettings,
@@ -130,7 +132,7 @@ def _mistake_in(devices: str) -> str | None:
 
 
 def _cross_checks(config: Config) -> Iterator[Problem]:
-    core, daemon = config.limits.core, config.daemon
+    core, server = config.limits.core, config.limits.server
     if core.retry_min_s > core.retry_max_s:
         yield _problem(
             config,
@@ -145,12 +147,17 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
             warning_s = f"limits.hold_warning_s, {core.hold_warning_s:g} s"
             text = f"{limit_s:g} s leave no time for a warning: it must be more than {warning_s}"
             yield Problem(config.origin(*path), ".".join(path), text)
-    if daemon.max_clients_per_uid > daemon.max_clients:
-        yield _problem(
-            config,
-            "daemon.max_clients_per_uid",
-            f"{daemon.max_clients_per_uid} is more than max_clients, {daemon.max_clients}",
-        )
+    for part, whole in (
+        ("max_clients_per_uid", "max_clients"),
+        ("max_sessions_per_uid", "max_sessions"),
+        ("max_pending_requests", "max_pending_requests_per_uid"),
+        ("max_send_buffer_bytes", "max_buffered_bytes"),
+    ):
+        # A default may be more than a whole that was made small: then the whole is what counts.
+        is_set = f"limits.{part}" in config.origins
+        if is_set and getattr(server, part) > getattr(server, whole):
+            text = f"{getattr(server, part)} is more than {whole}, {getattr(server, whole)}"
+            yield _problem(config, f"limits.{part}", text)
     yield from check_overlaps(config)
     for group in config.groups:
         yield from check_barrier(config, group.name, count_ranks(config, group))

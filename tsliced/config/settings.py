@@ -51,12 +51,19 @@ class DaemonSettings:
     #: After a request the daemon stays awake for so many microseconds, and answers a client that
     #: goes on at once in half the time. 0: never.
     linger_us: int = ruled(150, least=0, most=10_000)
-    max_clients: int = 4096
-    max_clients_per_uid: int = 1024
     #: Its members may do what root may do here.
     admin_group: str = ruled("tsliced", pattern=r"[^\s:]+", meaning="the name of a Unix group")
     #: Take an unknown key for a mistake; otherwise it is a warning.
     strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthoritySettings:
+    """``[authority]``: who may do what, beyond the lists of the groups."""
+
+    #: Whether a job may lease only devices that its cgroup lets it open. ``auto``: where that can
+    #: be found out; ``require``: nothing may be leased where it cannot.
+    device_cgroup: str = ruled("auto", choices=("auto", "off", "require"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,7 @@ class GroupSettings:
     name: str
     #: ``HOST:0-3``, ``HOST:*``, ``0-1`` on this host, or UUIDs.
     devices: tuple[str, ...] = ()
-    #: Names or uids. Who is not listed needs a job that was given the devices otherwise.
+    #: Names, uids, and Unix groups as ``@name``; left out: everybody.
     users: tuple[str, ...] = ()
     #: Slurm accounts.
     accounts: tuple[str, ...] = ()
@@ -86,8 +93,20 @@ class ServerLimits:
     max_send_buffer_bytes: int = ruled(4 << 20, least=1 << 16)
     #: From connecting to a complete hello.
     handshake_timeout_s: float = 5.0
-    #: Requests of one session that are not answered yet.
+    max_clients: int = 4096
+    max_clients_per_uid: int = 1024
+    #: Connections beyond `max_clients` that root alone may have.
+    reserved_clients: int = ruled(16, least=0)
+    #: Sessions outlive their connections, for `grace_s` at least.
+    max_sessions: int = 16_384
+    max_sessions_per_uid: int = 4096
+    #: Requests of one session that are not answered yet, ...
     max_pending_requests: int = 256
+    #: ... and of all sessions of a user.
+    max_pending_requests_per_uid: int = 16_384
+    #: Of all clients together, what could not be sent and what came of frames that are not
+    #: complete; beyond this those are dropped that have most.
+    max_buffered_bytes: int = ruled(256 << 20, least=4 << 20)
     #: A connect with a time-out fails at once when this queue of the kernel is full.
     backlog: int = ruled(4096, most=65_535)
     #: Processes whose death is watched or whose job is remembered; one descriptor each.
@@ -161,6 +180,7 @@ class Config:
     limits: Limits = field(default_factory=Limits)
     memory: MemorySettings = field(default_factory=MemorySettings)
     scan: ScanSettings = field(default_factory=ScanSettings)
+    authority: AuthoritySettings = field(default_factory=AuthoritySettings)
     history: HistorySettings = field(default_factory=HistorySettings)
     #: Sentences to be logged; each begins with its file and line.
     warnings: tuple[str, ...] = field(default=(), compare=False)

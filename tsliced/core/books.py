@@ -54,6 +54,8 @@ class Books:
     by_process: dict[ProcessId, dict[SessionId, None]] = field(default_factory=dict)
     by_job: dict[JobKey, dict[SessionId, None]] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    #: How many leases each user has, waiting or held.
+    leases_by_uid: dict[int, int] = field(default_factory=dict)
     rounds: dict[RoundId, Round] = field(default_factory=dict)
     faults: dict[JobKey, Reason] = field(default_factory=dict)
     #: Since when; of a fault that is older than this daemon, since it started.
@@ -84,6 +86,8 @@ class Books:
         """Enter a lease into the books."""
         session.leases[lease.request] = lease
         self.leases[lease.id] = lease
+        uid = session.job.uid
+        self.leases_by_uid[uid] = self.leases_by_uid.get(uid, 0) + 1
         round_.members[lease.id] = lease
         round_.took_part.add(session.id)
 
@@ -92,6 +96,10 @@ class Books:
         session = self.sessions[lease.session]
         del session.leases[lease.request]
         del self.leases[lease.id]
+        uid = session.job.uid
+        self.leases_by_uid[uid] -= 1
+        if not self.leases_by_uid[uid]:
+            del self.leases_by_uid[uid]
         del self.rounds[lease.round].members[lease.id]
         self.confirm(lease)
         self.stop_clock(lease)

@@ -14,6 +14,7 @@ Safety rule: a grant leaves only while nobody else's state is on the round's gro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
@@ -482,6 +483,8 @@ class Granting(Draining):
             assert self.sessions[lease.session].leases[lease.request] is lease
             assert self.rounds[lease.round].members[lease.id] is lease
             assert (lease.state is LeaseState.HELD) == bool(lease.tokens)
+        uids = Counter(self.sessions[lease.session].job.uid for lease in self.leases.values())
+        assert self.leases_by_uid == uids, "who has how many leases"
 
     def _check_round(self, round_: Round) -> None:
         assert round_.members, "a round without members is over"

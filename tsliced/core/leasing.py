@@ -174,16 +174,25 @@ class Leasing(Holding):
                 known = ", ".join(sorted(self.arbiters)) or "none"
                 return "unknown_group", f"there is no group {group!r} here; known: {known}"
             if group not in session.groups:
-                return "not_permitted", f"uid {session.job.uid} may not lease group {group!r}"
+                text = f"uid {session.job.uid} may not lease group {group!r}: it is not on its list"
+                return "not_permitted", f"{text}, or the cgroup of this process lacks a device"
             if len(arbiter.queue) + len(self.aside) >= limits.max_waiters:
-                return "would_exceed_limit", f"{limits.max_waiters} already wait for {group!r}"
+                text = f"{limits.max_waiters} already wait for {group!r}"
+                return "would_exceed_limit", f"{text}, which is the limit max_waiters"
         if not groups:
-            return "unknown_group", "this session may lease no group of this host"
+            text = "this session may lease no group of this host: it is on the list of none"
+            return "unknown_group", f"{text}, or the cgroup of its process lacks their devices"
         if len(groups) > limits.max_groups_per_lease:
             most = limits.max_groups_per_lease
-            return "would_exceed_limit", f"one lease has at most {most} groups"
+            text = f"one lease has at most {most} groups, which is the limit max_groups_per_lease"
+            return "would_exceed_limit", text
         if len(session.leases) >= limits.max_leases_per_session:
-            return "would_exceed_limit", "this session has too many leases; release some first"
+            text = f"this session has {limits.max_leases_per_session} leases, which is the limit"
+            return "would_exceed_limit", f"{text} max_leases_per_session; release some first"
+        uid = session.job.uid
+        if self.leases_by_uid.get(uid, 0) >= limits.max_leases_per_uid:
+            text = f"uid {uid} has or waits for {limits.max_leases_per_uid} leases"
+            return "would_exceed_limit", f"{text}, which is the limit max_leases_per_uid"
         if session.job in self.faults:
             return "job_faulted", self.explain_fault(session.job, now)
         for key in self.tenancies.by_job.get(session.job, ()):

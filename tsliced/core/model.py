@@ -224,6 +224,8 @@ class CoreLimits:
     #: Waiting or held leases of one group.
     max_waiters: int = 20_000
     max_leases_per_session: int = 64
+    #: Waiting or held.
+    max_leases_per_uid: int = 8192
     #: Answers kept for a session, for requests that are sent again.
     max_answers: int = 128
     #: One lease lists at most so many groups.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 
@@ -38,7 +39,7 @@ def attach(options: argparse.Namespace) -> int:
     process = open_process(options.pid)
     try:
         options.job = options.job or job_of_process(options.pid)
-        with open_daemon(options, job=options.job) as daemon:
+        with open_daemon(options, job=options.job, uid=user_of_process(options.pid)) as daemon:
             answer = ask(daemon, "attach", pid=options.pid, groups=options.group)
             job: str = daemon.welcome["job"]["id"]
         if options.hold:
@@ -61,6 +62,15 @@ def open_process(number: int) -> int:
         raise CommandError(
             f"process {number} cannot be watched: {error.strerror}", code="no_such_process"
         ) from error
+
+
+def user_of_process(number: int) -> int | None:
+    """Returns the user of a process, or None if it is of the caller: its job is of that user."""
+    with contextlib.suppress(OSError), open(f"/proc/{number}/status") as file:
+        line = next(line for line in file if line.startswith("Uid:"))
+        uid = int(line.split()[1])
+        return None if uid == os.getuid() else uid
+    return None
 
 
 def job_of_process(number: int) -> str:

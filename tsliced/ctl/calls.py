@@ -31,12 +31,17 @@ def job_of(options: argparse.Namespace) -> str | None:
     return given or os.environ.get("TSLICE_JOB_ID") or None
 
 
-def open_daemon(options: argparse.Namespace, *, job: str | None = None) -> Connection:
+def open_daemon(
+    options: argparse.Namespace, *, job: str | None = None, uid: int | None = None
+) -> Connection:
     """Connects to the daemon; close the connection, or use it in a ``with`` statement.
 
+    `uid` is the user for whom an administrator acts.
     Raises DaemonUnreachable, or what the daemon answers instead of a welcome.
     """
-    return Connection.open(socket_of(options), role="tool", job=job, limit_s=CONNECT_LIMIT_S)
+    return Connection.open(
+        socket_of(options), role="tool", job=job, uid=uid, limit_s=CONNECT_LIMIT_S
+    )
 
 
 def ask(daemon: Connection, request: str, **fields: object) -> Message:

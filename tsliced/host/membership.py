@@ -140,8 +140,10 @@ class Membership:
         if registered is not None:
             return registered
         uid = uid_of(process.pid, proc=self._proc)
-        if uid is None:
-            return None
+        return None if uid is None else self._look_up(process, uid)
+
+    def _look_up(self, process: ProcessId, uid: int) -> JobKey | None:
+        """Return the job that a process of a user is found to belong to, if it still lives."""
         found = self._find_id(process, uid)
         # What was read of the pid must have been of this process.
         if found is None or not is_alive(process, proc=self._proc):
@@ -170,7 +172,10 @@ class Membership:
             slurm = self.slurm_job_of(process.pid)
             name = _refine(slurm.id, requested) if slurm else requested
             return JobKey(self._cluster, uid, name)
-        found = self.job_of(process)
+        found = self._registered.get(process)
+        if found is None or found.uid != uid:
+            # It may have become another user since then, whose job is another one.
+            found = self._look_up(process, uid)
         if found is not None:
             return found
         # An orphan's parent is init, which is the parent of unrelated orphans too.

@@ -1,58 +1,90 @@
-"""Who may do what: by uid and group membership, as the host's own databases have them."""
+"""Who may do what: by uid, group membership and device cgroup, none of which a client can choose.
+
+A group's list of users says who may lease it; without one, everybody. A list never makes up for a
+device that the job's cgroup keeps from it: such a job could do nothing with the lease but keep
+others off the device.
+"""
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 from collections.abc import Iterable
 
 from tsliced.config import GroupSettings
-from tsliced.core.model import GroupConfig, GroupName
+from tsliced.core.model import DeviceId, GroupConfig, GroupName, ProcessId
+from tsliced.host.device_access import AccessUnknownError, DeviceAccess
+from tsliced.host.users import Users
 
 
 class Authority:
-    """Answers from the configuration and the host's user database."""
+    """Answers from the configuration and what was learned about users and processes."""
 
     def __init__(
         self,
         groups: Iterable[GroupConfig],
         settings: Iterable[GroupSettings],
         admin_group: str,
+        *,
+        access: DeviceAccess | None = None,
     ) -> None:
-        self._groups = tuple(group.name for group in groups)
+        self._devices: dict[GroupName, frozenset[DeviceId]] = {
+            group.name: frozenset(group.devices) for group in groups
+        }
         self._users = {GroupName(group.name): group.users for group in settings}
+        # Nobody is known to be of an account yet, which must not make the group everybody's.
+        self._closed = {GroupName(group.name) for group in settings if group.accounts}
         self._admin_group = admin_group
+        self._access = access
+        listed = (name for names in self._users.values() for name in names)
+        unix_groups = (name[1:] for name in listed if name.startswith("@"))
+        self.users = Users([admin_group, *unix_groups])
+
+    def knows(self, process: ProcessId, *uids: int) -> bool:
+        """Whether the answers about a process and users need not be preceded by `learn`.
+
+        Raises `AccessUnknownError`.
+        """
+        if not all(map(self.users.is_fresh, uids)):
+            return False
+        return self._access is None or self._access.denied(process) is not None
+
+    async def learn(self, process: ProcessId, *uids: int) -> None:
+        """Find out what all other methods answer from. Raises `AccessUnknownError`."""
+        for uid in uids:
+            await self.users.look_up(uid)
+        if self._access is not None:
+            await self._access.learn(process)
 
     def is_admin(self, uid: int) -> bool:
         """Whether a uid is root, the daemon's own, or in the admin group."""
-        return uid in (0, os.geteuid()) or self._in_admin_group(uid)
+        return uid in (0, os.geteuid()) or self._admin_group in self.users.known(uid).groups
 
     def may_act_for(self, uid: int, other: int) -> bool:
         """Whether a uid may speak for another's jobs and processes."""
         return uid == other or self.is_admin(uid)
 
     def groups_for(self, uid: int) -> tuple[GroupName, ...]:
-        """Return the groups that a uid may lease, in the configured order."""
-        return tuple(group for group in self._groups if self._may_lease(uid, group))
+        """Return the groups whose lists a uid is on, in the configured order."""
+        return tuple(group for group in self._devices if self._is_listed(uid, group))
 
-    def _may_lease(self, uid: int, group: GroupName) -> bool:
-        users = self._users.get(group, ())
-        if not users or self.is_admin(uid):
+    def groups_of(self, process: ProcessId, uid: int) -> tuple[GroupName, ...]:
+        """Return the groups that a process of a job of a uid may lease, in the configured order.
+
+        Raises `AccessUnknownError`.
+        """
+        groups = self.groups_for(uid)
+        if self._access is None:
+            return groups
+        denied = self._access.denied(process)
+        if denied is None:
+            raise AccessUnknownError("its cgroup has changed meanwhile")
+        return tuple(group for group in groups if denied.isdisjoint(self._devices[group]))
+
+    def _is_listed(self, uid: int, group: GroupName) -> bool:
+        names = self._users.get(group, ())
+        if self.is_admin(uid) or str(uid) in names:
             return True
-        return str(uid) in users or _user_name(uid) in users
-
-    def _in_admin_group(self, uid: int) -> bool:
-        try:
-            group = grp.getgrnam(self._admin_group)
-            user = pwd.getpwuid(uid)
-        except KeyError:
-            return False
-        return user.pw_gid == group.gr_gid or user.pw_name in group.gr_mem
-
-
-def _user_name(uid: int) -> str | None:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
+        if not names:
+            return group not in self._closed
+        user = self.users.known(uid)
+        return user.name in names or any(f"@{name}" in names for name in user.groups)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
+from errno import EMFILE, ENFILE, ENODATA, ENOPROTOOPT, EOPNOTSUPP, ESRCH
 from typing import Protocol, cast
 
 from libtimeslice.errors import ProtocolError
@@ -23,7 +26,12 @@ from tsliced.config import ServerLimits
 from tsliced.core.model import ProcessId, SessionId
 from tsliced.host.processes import identify
 
+#: More than this in its buffers makes a connection one that the desk looks after.
+MUCH_BYTES = 64 << 10
+
 _UCRED = struct.Struct("3i")
+#: Linux 6.5 and later: a descriptor of the very process that connected. Python has no name for it.
+SO_PEERPIDFD = 77
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,10 @@ class Desk(Protocol):
         """A later message came."""
         ...
 
+    def on_buffered(self, connection: Connection, *, much: bool) -> None:
+        """Much is in the buffers of a connection, or no longer."""
+        ...
+
     def on_closed(self, connection: Connection) -> None:
         """The connection is gone."""
         ...
@@ -65,6 +77,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._handshake: asyncio.TimerHandle | None = None
         self._most_unsent = desk.limits.max_send_buffer_bytes
+        self._said_hello = False
+        #: The client does not read as fast as we write; frames of it are not complete.
+        self._writes_much = self._reads_much = False
         self.peer: Peer | None = None
         #: Set by the desk when the hello was accepted.
         self.session: SessionId | None = None
@@ -74,7 +89,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See who it is, and give it a limited time to say hello."""
         self._transport = cast(asyncio.Transport, transport)
-        self.peer = _peer_of(transport.get_extra_info("socket"))
+        self._transport.set_write_buffer_limits(high=MUCH_BYTES)
+        try:
+            self.peer = peer_of(transport.get_extra_info("socket"))
+        except OSError as exc:
+            self._refuse_unseen(exc)
+            return
         if self.peer is None:
             # It died between connect and now.
             self._transport.abort()
@@ -94,10 +114,29 @@ class Connection(asyncio.Protocol):
         except ProtocolError as exc:
             self.refuse(exc.code, str(exc))
             return
+        if not messages or self._reads_much:
+            # A frame of the usual size comes at once.
+            is_much = self._reader.pending_bytes > MUCH_BYTES
+            if is_much or self._reads_much:
+                self._reads_much = is_much
+                self._tell_buffered()
         for message in messages:
             if self._transport is None or self._transport.is_closing():
                 return
             self._on_message(message)
+
+    def pause_writing(self) -> None:
+        """Note that the client does not read as fast as we write."""
+        self._writes_much = True
+        self._tell_buffered()
+
+    def resume_writing(self) -> None:
+        """Note that it has caught up."""
+        self._writes_much = False
+        self._tell_buffered()
+
+    def _tell_buffered(self) -> None:
+        self._desk.on_buffered(self, much=self._writes_much or self._reads_much)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the desk."""
@@ -111,6 +150,17 @@ class Connection(asyncio.Protocol):
     def open(self) -> bool:
         """Whether messages can be sent."""
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def buffered_bytes(self) -> int:
+        """What it has not sent, and what has come of a frame that is not complete."""
+        waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return waiting + self._reader.pending_bytes
+
+    def drop(self) -> None:
+        """End it at once, with all that is in its buffers."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def send(self, message: Message) -> bool:
         """Send a message; return False, and send nothing, if it exceeds a frame.
@@ -127,8 +177,10 @@ class Connection(asyncio.Protocol):
         # Asked before it is written: one message may be larger than all that may wait.
         if transport.get_write_buffer_size() > self._most_unsent:
             transport.abort()
-        else:
-            transport.write(frame)
+            return True
+        transport.write(frame)
+        if self._writes_much:
+            self._tell_buffered()
         return True
 
     def refuse(self, code: str, text: str) -> None:
@@ -142,6 +194,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _refuse_unseen(self, error: OSError) -> None:
+        """Let somebody go about whom nothing can be found out now; others are not touched."""
+        if error.errno in (EMFILE, ENFILE):
+            text = "the daemon has no file descriptor left; raise LimitNOFILE of its unit"
+            self.refuse("would_exceed_limit", text)
+        else:
+            self.refuse("unavailable", f"who you are cannot be found out: {error.strerror}")
+
     # --- messages -----------------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
@@ -152,7 +212,10 @@ class Connection(asyncio.Protocol):
             return
         if self.session is not None:
             self._desk.on_request(self, request)
+        elif self._said_hello:
+            self.refuse("bad_request", "wait for the welcome before you go on")
         elif isinstance(request, Hello):
+            self._said_hello = True
             self._end_handshake()
             self._desk.on_hello(self, request)
         else:
@@ -171,8 +234,33 @@ class Connection(asyncio.Protocol):
             self._handshake = None
 
 
-def _peer_of(sock: socket.socket) -> Peer | None:
+def peer_of(sock: socket.socket) -> Peer | None:
+    """Return who connected, or None if it died meanwhile.
+
+    Its pid may have been given to another process since then. Where the kernel offers a descriptor
+    of the process itself, that is ruled out: it still lives when its start time has been read.
+    """
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(data)
-    process = identify(pid)
-    return None if process is None else Peer(process=process, uid=uid)
+    pidfd = None
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as exc:
+        if exc.errno in (ESRCH, ENODATA):
+            return None
+        if exc.errno not in (ENOPROTOOPT, EOPNOTSUPP):
+            raise
+    try:
+        process = identify(pid)
+        if process is None or (pidfd is not None and _has_ended(pidfd)):
+            return None
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+    return Peer(process=process, uid=uid)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

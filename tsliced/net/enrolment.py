@@ -9,6 +9,7 @@ from tsliced.core.events import RankRegistered
 from tsliced.core.model import GroupName, JobKey, ProcessId
 from tsliced.driver import Driver
 from tsliced.host.backends.base import BackendError
+from tsliced.host.device_access import AccessUnknownError
 from tsliced.host.membership import Membership
 from tsliced.host.processes import ProcessLimitError, identify, leader_of, uid_of
 from tsliced.host.scan import ScanFailed, Scanner
@@ -38,12 +39,16 @@ class Enrolment:
         """Return the answer to a `register` or `attach`."""
         process = peer.process
         if request.pid is not None and request.pid != peer.process.pid:
-            named = self._named(peer, request.pid)
+            named = self._named(peer, job, request.pid)
             if isinstance(named, Refusal):
                 return error_reply(request.id, *named)
             process = named
         wanted = request.groups if isinstance(request, Attach) else None
-        groups = self._authority.groups_for(job.uid)
+        try:
+            await self._authority.learn(process, peer.uid, job.uid)
+            groups = self._authority.groups_of(process, job.uid)
+        except AccessUnknownError as exc:
+            return error_reply(request.id, "unavailable", str(exc))
         if wanted is not None:
             if unknown := [name for name in wanted if name not in groups]:
                 known = ", ".join(groups) or "none"
@@ -54,7 +59,7 @@ class Enrolment:
             return error_reply(request.id, *refusal)
         return await self._put(process, job, groups, request.id)
 
-    def _named(self, peer: Peer, pid: int) -> ProcessId | Refusal:
+    def _named(self, peer: Peer, job: JobKey, pid: int) -> ProcessId | Refusal:
         """Return the process that a peer named, or why it may not be."""
         process, uid, leader = identify(pid), uid_of(pid), leader_of(pid)
         if process is None or uid is None or leader is None or identify(pid) != process:
@@ -64,6 +69,9 @@ class Enrolment:
         if not self._authority.may_act_for(peer.uid, uid):
             text = f"process {pid} belongs to uid {uid}, not to uid {peer.uid}"
             return Refusal("not_permitted", text)
+        if uid != job.uid:
+            text = f"process {pid} belongs to uid {uid}, and job {job} to uid {job.uid}"
+            return Refusal("not_permitted", f"{text}: say hello for uid {uid}")
         return process
 
     async def _probe(self, process: ProcessId) -> Refusal | None:

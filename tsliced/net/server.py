@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hmac import compare_digest
@@ -67,11 +66,12 @@ from tsliced.core.sessions import LeaseState
 from tsliced.driver import ClientAction, Driver
 from tsliced.host.history import Follower
 from tsliced.host.membership import Membership
-from tsliced.host.processes import ProcessLimitError
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection, Peer
 from tsliced.net.enrolment import Enrolment
+from tsliced.net.reception import Reception
 from tsliced.net.replies import MESSAGES, job_message
+from tsliced.net.shares import Share, Shares
 from tsliced.observe.status import StatusPage
 
 CAPABILITIES = [
@@ -98,6 +98,7 @@ class Client:
 
     session: SessionId
     peer: Peer
+    share: Share
     job: JobKey
     connection: Connection | None
     hooks: bool = False
@@ -126,19 +127,16 @@ class Server:
         membership: Membership,
         enrolment: Enrolment,
         status: StatusPage,
-        max_clients: int,
-        max_clients_per_uid: int,
+        shares: Shares,
     ) -> None:
         self.limits = limits
         self._driver = driver
-        self._authority = authority
         self._membership = membership
+        self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
         self._enrolment = enrolment
         self._status = status
-        self._max_clients = max_clients
-        self._max_clients_per_uid = max_clients_per_uid
+        self._shares = shares
         self._connections: dict[Connection, None] = {}
-        self._by_uid: Counter[int] = Counter()
         self._clients: dict[SessionId, Client] = {}
         self._order = {group.name: i for i, group in enumerate(driver.machine.config.groups)}
         self._requests: dict[type, Callable[[Client, Any], None]] = {
@@ -165,8 +163,9 @@ class Server:
         """After a restart: know the sessions that the journal kept; their clients come back."""
         for session in self._driver.machine.leasing.sessions.values():
             peer = Peer(process=session.process, uid=session.job.uid)
+            share = self._shares.add_session(peer.uid)
             self._clients[session.id] = Client(
-                session.id, peer, session.job, None, hooks=session.hooks
+                session.id, peer, share, session.job, None, hooks=session.hooks
             )
             self._clients[session.id].heartbeats = session.heartbeat_s is not None
             self._membership.register(session.process, session.job)
@@ -181,21 +180,25 @@ class Server:
     def admit(self, connection: Connection) -> str | None:
         """Enter a connection into the books, or return why there is no room for it."""
         assert connection.peer is not None
-        uid = connection.peer.uid
-        if len(self._connections) >= self._max_clients:
-            return f"{self._max_clients} clients are connected, which is the limit"
-        if self._by_uid[uid] >= self._max_clients_per_uid and uid != 0:
-            return f"uid {uid} has {self._max_clients_per_uid} connections, which is the limit"
-        self._connections[connection] = None
-        self._by_uid[uid] += 1
-        return None
+        refusal = self._shares.add_connection(connection.peer.uid)
+        if refusal is None:
+            self._connections[connection] = None
+        return refusal
+
+    def on_buffered(self, connection: Connection, *, much: bool) -> None:
+        """Look after a connection that has much in its buffers."""
+        if much:
+            self._shares.add_hoard(connection)
+        else:
+            self._shares.remove_hoard(connection)
 
     def on_closed(self, connection: Connection) -> None:
         """Let the session wait for its client, if it has one."""
+        self._shares.remove_hoard(connection)
         if connection in self._connections:
             assert connection.peer is not None
             del self._connections[connection]
-            self._by_uid[connection.peer.uid] -= 1
+            self._shares.remove_connection(connection.peer.uid)
         if connection.session is None:
             return
         client = self._clients.get(connection.session)
@@ -207,7 +210,9 @@ class Server:
         self._driver.post(ended(session=client.session))
 
     def _disconnect(self, client: Client) -> None:
-        client.connection, client.open_requests = None, 0
+        client.connection = None
+        client.share.requests -= client.open_requests
+        client.open_requests = 0
         for future in client.asked.values():
             future.cancel()
         client.asked.clear()
@@ -231,23 +236,7 @@ class Server:
             self._driver.post(SessionResumed(session=client.session))
             self._welcome(client, resumed=True)
             return
-        if hello.uid is not None and not self._authority.may_act_for(peer.uid, hello.uid):
-            text = f"uid {peer.uid} may not act for uid {hello.uid}; only root may"
-            connection.refuse("not_permitted", text)
-            return
-        try:
-            job = self._membership.default_job(peer.process, hello.job, hello.ranks)
-            if hello.uid is not None:
-                job = job._replace(uid=hello.uid)
-            if hello.role != "tool":
-                self._membership.register(peer.process, job)
-        except (ValueError, LookupError) as exc:
-            connection.refuse("bad_request", str(exc))
-            return
-        except ProcessLimitError as exc:
-            connection.refuse("would_exceed_limit", str(exc))
-            return
-        self._open(connection, hello, peer, job)
+        self._reception.receive(connection, hello)
 
     def _resumable(self, hello: Hello, peer: Peer) -> Client | None:
         if hello.session is None or hello.secret is None:
@@ -260,11 +249,19 @@ class Server:
             return None
         return client
 
-    def _open(self, connection: Connection, hello: Hello, peer: Peer, job: JobKey) -> None:
+    def _open(
+        self,
+        connection: Connection,
+        hello: Hello,
+        job: JobKey,
+        groups: tuple[GroupName, ...],
+    ) -> None:
+        peer = connection.peer
+        assert peer is not None
         session = SessionId(secrets.token_hex(8))
-        groups = self._authority.groups_for(job.uid)
         hooks, tool = "quiesce" in hello.caps, hello.role == "tool"
-        client = Client(session, peer, job, connection, hooks=hooks, tool=tool)
+        share = self._shares.add_session(peer.uid)
+        client = Client(session, peer, share, job, connection, hooks=hooks, tool=tool)
         client.empties_cache = "empty_cache" in hello.caps
         client.heartbeats = hello.heartbeat_s is not None
         self._clients[session] = client
@@ -378,10 +375,17 @@ class Server:
             )
 
     def _count(self, client: Client, request: int) -> bool:
-        if client.open_requests < self.limits.max_pending_requests:
+        limits, share = self.limits, client.share
+        if client.open_requests >= limits.max_pending_requests:
+            who, name, most = "this session", "max_pending_requests", limits.max_pending_requests
+        elif share.requests >= limits.max_pending_requests_per_uid:
+            who, name = f"uid {share.uid}", "max_pending_requests_per_uid"
+            most = limits.max_pending_requests_per_uid
+        else:
             client.open_requests += 1
+            share.requests += 1
             return True
-        text = f"{client.open_requests} requests of this session wait for an answer already"
+        text = f"{most} requests of {who} wait for an answer already, which is the limit {name}"
         self._send(client, error_reply(request, "would_exceed_limit", text))
         return False
 
@@ -396,7 +400,9 @@ class Server:
                 # The edge of this task: a mistake of ours in one request must not end the daemon.
                 self._driver.note("bug", "error", reason=f"enrolling a rank: {exc!r}")
                 answer = error_reply(request.id, "internal", "the daemon's log says why")
-            client.open_requests = max(0, client.open_requests - 1)
+            if client.open_requests:
+                client.open_requests -= 1
+                client.share.requests -= 1
             self._send(client, answer)
 
         self._driver.around.tasks.create_task(enrol(), name="enrol a rank")
@@ -501,6 +507,7 @@ class Server:
         message = MESSAGES[action.__class__](action)
         if client.open_requests and "re" in message:
             client.open_requests -= 1
+            client.share.requests -= 1
         if client.connection is not None:
             client.connection.send(message)
 
@@ -508,6 +515,7 @@ class Server:
         del self._clients[client.session]
         connection = client.connection
         self._disconnect(client)
+        self._shares.remove_session(client.share)
         if connection is not None:
             connection.close()
 

@@ -282,6 +282,15 @@ class TestDefaultJob:
         host.process(7, env={"TSLICE_JOB_ID": "env"})
         assert membership_of(host).default_job(pid(7), ranks=8) == job("env")
 
+    def test_a_process_that_became_another_user_is_not_in_the_job_of_the_former(
+        self, host: FakeHost
+    ) -> None:
+        host.process(7, uid=0)
+        members = membership_of(host)
+        members.register(pid(7), members.default_job(pid(7), "launcher"))
+        host.process(7, uid=1000)
+        assert members.default_job(pid(7)) == job("pid-7")
+
     def test_without_any_sign_a_client_is_a_job_of_its_own(self, host: FakeHost) -> None:
         host.process(6)
         host.process(7, parent=6)

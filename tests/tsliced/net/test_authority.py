@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import grp
 import os
 import pwd
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from tsliced.config import GroupSettings
-from tsliced.core.model import DeviceId, GroupConfig, GroupName
+from tsliced.core.model import DeviceId, GroupConfig, GroupName, ProcessId
 from tsliced.net.authority import Authority
 
 ROOT, ALICE, BOB, OPERATOR, MEMBER, UNNAMED = 0, 1001, 1002, 1003, 1004, 1005
-ADMINS = 90
+ADMINS, LAB = 90, 91
+MEMBERS = {ADMINS: ["member"], LAB: ["bob"]}
+ME = ProcessId(1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +29,15 @@ def _users(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(pw_name=names[uid], pw_gid=group)
 
     def group(name: str) -> SimpleNamespace:
-        if name != "tsliced":
-            raise KeyError(name)
-        return SimpleNamespace(gr_gid=ADMINS, gr_mem=["member"])
+        return SimpleNamespace(gr_gid={"tsliced": ADMINS, "lab": LAB}[name])
 
     monkeypatch.setattr(pwd, "getpwuid", user)
     monkeypatch.setattr(grp, "getgrnam", group)
+
+    def groups_of(name: str, gid: int) -> list[int]:
+        return [gid, *(gid for gid, members in MEMBERS.items() if name in members)]
+
+    monkeypatch.setattr(os, "getgrouplist", groups_of)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
 
 
@@ -41,7 +47,9 @@ def authority(*, admin_group: str = "tsliced", **users: tuple[str, ...]) -> Auth
         for order, name in enumerate(users)
     ]
     settings = [GroupSettings(name=name, users=listed) for name, listed in users.items()]
-    return Authority(groups, settings, admin_group)
+    found = Authority(groups, settings, admin_group)
+    asyncio.run(found.learn(ME, ROOT, ALICE, BOB, OPERATOR, MEMBER, UNNAMED))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -78,6 +86,31 @@ def test_a_group_that_lists_nobody_is_for_all_and_one_that_does_is_for_them_g10(
     assert who.groups_for(BOB) == ("open", "numbered")
     assert who.groups_for(UNNAMED) == ("open", "numbered")
     assert who.groups_for(MEMBER) == ("open", "named", "numbered")
+
+
+def test_a_unix_group_may_be_listed_g10() -> None:
+    who = authority(theirs=("@lab",), no_such=("@nobody-made-it",), both=("@lab", "alice"))
+    assert who.groups_for(BOB) == ("theirs", "both")
+    assert who.groups_for(ALICE) == ("both",)
+    assert who.groups_for(UNNAMED) == ()
+
+
+def test_of_a_user_who_was_never_asked_about_only_the_number_counts_g10() -> None:
+    groups = [GroupConfig(name=GroupName("g1"), devices=(DeviceId("GPU-1"),), order=0)]
+    who = Authority(groups, [GroupSettings(name="g1", users=("alice",))], "tsliced")
+    assert not who.knows(ME, ALICE)
+    assert who.groups_for(ALICE) == ()
+    assert not who.is_admin(OPERATOR)
+    asyncio.run(who.learn(ME, ALICE))
+    assert who.knows(ME, ALICE)
+    assert who.groups_for(ALICE) == ("g1",)
+
+
+def test_a_group_that_lists_accounts_is_not_for_all_g10() -> None:
+    groups = [GroupConfig(name=GroupName("g1"), devices=(DeviceId("GPU-1"),), order=0)]
+    who = Authority(groups, [GroupSettings(name="g1", accounts=("rl",))], "tsliced")
+    assert who.groups_for(ALICE) == ()
+    assert who.groups_for(ROOT) == ("g1",)
 
 
 def test_groups_come_in_the_order_in_which_they_are_reserved() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from in_process import LIMIT_S, until
 from libtimeslice.protocol import FrameReader, Hello, Message, Ping, Request, encode
 from tsliced.config import ServerLimits
 from tsliced.core.model import SessionId
-from tsliced.net.connection import Connection
+from tsliced.net.connection import MUCH_BYTES, SO_PEERPIDFD, Connection, peer_of
 
 HELLO: Message = {"t": "hello", "version": [1, 0], "client": "test", "caps": [], "job": "a"}
 
@@ -31,6 +32,7 @@ class FakeDesk:
         self.connections: list[Connection] = []
         self.heard: list[Request] = []
         self.closed: list[Connection] = []
+        self.hoards: dict[Connection, None] = {}
 
     def admit(self, connection: Connection) -> str | None:
         self.connections.append(connection)
@@ -42,6 +44,12 @@ class FakeDesk:
 
     def on_request(self, connection: Connection, request: Request) -> None:
         self.heard.append(request)
+
+    def on_buffered(self, connection: Connection, *, much: bool) -> None:
+        if much:
+            self.hoards[connection] = None
+        else:
+            self.hoards.pop(connection, None)
 
     def on_closed(self, connection: Connection) -> None:
         self.closed.append(connection)
@@ -154,6 +162,87 @@ def test_after_the_hello_there_is_no_hurry(tell: Tell) -> None:
         assert desk.connections[0].open
 
     tell(story, FakeDesk(ServerLimits(handshake_timeout_s=0.05)))
+
+
+def test_nothing_is_heard_between_hello_and_welcome(tell: Tell) -> None:
+    class SlowDesk(FakeDesk):
+        """Does not know yet whom it has before it."""
+
+        def on_hello(self, connection: Connection, hello: Hello) -> None:
+            self.heard.append(hello)
+
+    async def story(desk: FakeDesk, client: Client) -> None:
+        await client.send(HELLO, HELLO)
+        (message,) = await client.read_all()
+        assert message["code"] == "bad_request"
+        assert "welcome" in message["message"]
+        assert len(desk.heard) == 1
+
+    tell(story, SlowDesk(ServerLimits()))
+
+
+def test_much_that_waits_in_either_direction_is_known_until_it_is_gone_g9(tell: Tell) -> None:
+    async def story(desk: FakeDesk, client: Client) -> None:
+        await client.send(HELLO)
+        await until(lambda: desk.heard, "it is heard")
+        (connection,) = desk.connections
+        assert desk.hoards == {}
+        frame = encode({"t": "ping", "id": 1, "more": "x" * (1 << 19)})
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client.sock, frame[:-1])
+        await until(lambda: connection in desk.hoards, "a part of a frame is there")
+        assert connection.buffered_bytes > MUCH_BYTES
+        await loop.sock_sendall(client.sock, frame[-1:])
+        await until(lambda: not desk.hoards, "the frame is complete")
+        for _ in range(4):
+            connection.send({"t": "event", "text": "x" * (1 << 19)})
+        await until(lambda: connection in desk.hoards, "it does not read")
+        assert connection.buffered_bytes > MUCH_BYTES
+        reading = asyncio.create_task(client.read_all())
+        await until(lambda: not desk.hoards, "it has read")
+        connection.drop()
+        await until(lambda: desk.closed, "it is gone")
+        reading.cancel()
+
+    tell(story, FakeDesk(ServerLimits()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose the next pid")
+def test_a_process_that_got_the_pid_of_one_that_connected_is_not_taken_for_it_g10(
+    tmp_path: Path,
+) -> None:
+    if not has_peer_pidfd():
+        pytest.skip("the kernel has no SO_PEERPIDFD; it came with Linux 6.5")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(8)
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                socket.socket(socket.AF_UNIX).connect(str(tmp_path / "s"))
+                os._exit(0)
+            os.waitpid(child, 0)
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(child - 1))
+            successor = subprocess.Popen(["sleep", "600"])
+            sock, _ = listening.accept()
+            with sock:
+                peer = peer_of(sock)
+            successor.kill()
+            successor.wait(LIMIT_S)
+            assert peer is None
+            if successor.pid == child:
+                return
+    pytest.fail("another process always got the pid")
+
+
+def has_peer_pidfd() -> bool:
+    one, other = socket.socketpair()
+    with one, other:
+        try:
+            os.close(one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return False
+        return True
 
 
 def test_a_message_longer_than_a_frame_is_not_sent_and_the_next_one_is(tell: Tell) -> None:
