@@ -58,6 +58,8 @@ HEADER_BYTES = 4
 MAX_FRAME = 1 << 20
 #: How deep maps and lists may nest in a frame, the outermost map included.
 MAX_DEPTH = 16
+#: What a process has between being asked to end and its end, unless its killer says otherwise.
+KILL_GRACE_S = 10.0
 
 
 class ErrorCode(str, Enum):
@@ -81,6 +83,7 @@ class ErrorCode(str, Enum):
     NOT_CUDA = "not_cuda"
     NO_SUCH_PROCESS = "no_such_process"
     UNKNOWN_LEASE = "unknown_lease"
+    NOT_FOUND = "not_found"
     LEASE_ENDED = "lease_ended"
     SESSION_UNKNOWN = "session_unknown"
     SHUTTING_DOWN = "shutting_down"
@@ -362,6 +365,42 @@ class EventsQuery:
 
 
 @_value
+class ShowQuery:
+    """Asks for all that is known of one thing."""
+
+    id: int
+    kind: Literal["job", "group", "device", "session", "lease"]
+    name: str
+
+
+@_value
+class JobOrder:
+    """Asks for something to be done about a job: by its own user, or an operator."""
+
+    id: int
+    verb: Literal["retry", "clear", "kill"]
+    #: Its id, ``UID/ID``, or ``CLUSTER/UID/ID``.
+    job: str
+    #: Of a kill: from the request to end until the end.
+    grace_s: float
+
+
+@_value
+class DrainOrder:
+    """Asks for groups to be closed to those who do not hold them, or to be opened again."""
+
+    id: int
+    open: bool
+    #: None, with no device either: all.
+    groups: tuple[str, ...] | None
+    #: By UUID or index: the group that it is in.
+    device: str | None
+    park: bool
+    #: For those who wait.
+    why: str | None
+
+
+@_value
 class Ping:
     """Asks for an empty answer."""
 
@@ -403,6 +442,9 @@ Request = (
     | StatusQuery
     | PsQuery
     | EventsQuery
+    | ShowQuery
+    | JobOrder
+    | DrainOrder
     | Ping
     | Bye
     | Ack
@@ -564,6 +606,34 @@ def _parse_events(message: Message) -> EventsQuery:
     )
 
 
+def _parse_show(message: Message) -> ShowQuery:
+    kind = message.get("kind")
+    if kind not in ("job", "group", "device", "session", "lease"):
+        refuse_field(message, "kind", "must be 'job', 'group', 'device', 'session' or 'lease'")
+    return ShowQuery(id=id_field(message), kind=kind, name=text_field(message, "name"))
+
+
+def _parse_job_order(message: Message) -> JobOrder:
+    grace_s = optional_number_field(message, "grace_s", 0, MAX_TIMEOUT_S)
+    return JobOrder(
+        id=id_field(message),
+        verb=message["t"],
+        job=text_field(message, "job"),
+        grace_s=KILL_GRACE_S if grace_s is None else grace_s,
+    )
+
+
+def _parse_drain_order(message: Message) -> DrainOrder:
+    return DrainOrder(
+        id=id_field(message),
+        open=message["t"] == "undrain",
+        groups=groups_field(message),
+        device=optional_text_field(message, "device"),
+        park=flag_field(message, "park", absent=False),
+        why=optional_text_field(message, "why"),
+    )
+
+
 def _parse_reply(message: Message) -> Reply:
     error = message.get("err")
     if error is not None and not isinstance(error, dict):
@@ -585,6 +655,12 @@ _PARSERS: dict[object, Callable[[Message], Request]] = {
     "status": lambda message: StatusQuery(id=id_field(message)),
     "ps": lambda message: PsQuery(id=id_field(message)),
     "events": _parse_events,
+    "show": _parse_show,
+    "retry": _parse_job_order,
+    "clear": _parse_job_order,
+    "kill": _parse_job_order,
+    "drain": _parse_drain_order,
+    "undrain": _parse_drain_order,
     "ping": lambda message: Ping(id=id_field(message)),
     "bye": lambda _message: Bye(),
     "ack": lambda message: Ack(lease=text_field(message, "lease")),

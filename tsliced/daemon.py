@@ -32,8 +32,10 @@ from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.listening import listen
+from tsliced.net.operations import Operations
 from tsliced.net.server import Server
 from tsliced.net.shares import Shares
+from tsliced.observe.details import Details
 from tsliced.observe.status import StatusPage
 from tsliced.sdnotify import Notifier
 
@@ -219,20 +221,23 @@ class Daemon:
         shares = Shares(
             config.limits.server, descriptors=raise_limit(), watched=lambda: driver.watched
         )
+        status = StatusPage(
+            machine=driver.machine,
+            scanner=around.scanner,
+            inventory=inventory,
+            backend=config.daemon.backend,
+            memory=HostMemory(),
+            reserved_bytes=around.ledgers.host.promised,
+        )
+        details = Details(machine=driver.machine, status=status)
         return Server(
             driver,
             config.limits.server,
             authority=authority,
             membership=around.membership,
             enrolment=Enrolment(driver, authority, around.membership, around.scanner),
-            status=StatusPage(
-                machine=driver.machine,
-                scanner=around.scanner,
-                inventory=inventory,
-                backend=config.daemon.backend,
-                memory=HostMemory(),
-                reserved_bytes=around.ledgers.host.promised,
-            ),
+            operations=Operations(driver, authority, details),
+            status=status,
             shares=shares,
         )
 

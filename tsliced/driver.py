@@ -202,6 +202,10 @@ class Driver:
         else:
             self._linger_until = 0.0
 
+    def after_turn(self, call: Callable[[], object]) -> None:
+        """Call something when the core has had all events that were posted before."""
+        self._loop.call_soon(call)
+
     def close(self) -> None:
         """Take no more events. May be repeated."""
         self._closed = True

@@ -37,7 +37,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
-from tsliced.core.remedies import explained, out_of_block, out_of_fault, out_of_pin
+from tsliced.core.remedies import Standstill, out_of_block, out_of_fault, out_of_pin
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
@@ -165,7 +165,8 @@ class Granting(Draining):
     def _clear_devices(self, round_: Round, now: float) -> bool:
         """Order what must be moved; return whether nothing must."""
         if round_.job in self.faults:
-            self._refuse_round(round_, "job_faulted", self.explain_fault(round_.job, now), now)
+            text = str(self.explain_fault(round_.job, now))
+            self._refuse_round(round_, "job_faulted", text, now)
             return False
         try:
             own = self.tenancies.cover(round_.job, round_.groups, self.out)
@@ -177,7 +178,7 @@ class Granting(Draining):
         if (
             blocked := next((t for t in own if t.coordinator.place is Place.BLOCKED), None)
         ) is not None:
-            self._refuse_round(round_, "blocked", self.explain_stop(blocked, now) or "", now)
+            self._refuse_round(round_, "blocked", str(self.explain_stop(blocked, now)), now)
             return False
         keys = {tenancy.key for tenancy in own}
         others = {
@@ -224,18 +225,19 @@ class Granting(Draining):
                 return Reason(cause=Cause.BOUND_GROUPS, text=text, rank=rank), ""
         return None
 
-    def explain_fault(self, job: JobKey, now: float) -> str:
-        """Say what a faulted job is held back for, for how long, and what helps."""
-        return explained(self.faults[job], now - self.faulted_at[job], out_of_fault(job))
+    def explain_fault(self, job: JobKey, now: float) -> Standstill:
+        """Say what a faulted job is held back for."""
+        return Standstill(self.faults[job], now - self.faulted_at[job], out_of_fault(job))
 
-    def explain_stop(self, tenancy: Tenancy, now: float) -> str | None:
-        """Say why a tenancy is BLOCKED or PINNED, for how long, and what helps; None: it is not."""
+    def explain_stop(self, tenancy: Tenancy, now: float) -> Standstill | None:
+        """Say why a tenancy is BLOCKED or PINNED; None: it is not."""
         coordinator, job = tenancy.coordinator, tenancy.key.job
         seconds = now - coordinator.stopped_at
         if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
-            return explained(coordinator.reason, seconds, out_of_block(job, coordinator.reason))
+            way_out = out_of_block(job, coordinator.reason)
+            return Standstill(coordinator.reason, seconds, way_out)
         if coordinator.pinned is not None:
-            return explained(coordinator.pinned, seconds, out_of_pin(job))
+            return Standstill(coordinator.pinned, seconds, out_of_pin(job))
         return None
 
     def _pausing(self, round_: Round) -> bool:

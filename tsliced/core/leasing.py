@@ -19,6 +19,7 @@ from tsliced.core.actions import (
     SessionEndedRecord,
     WatchProcess,
 )
+from tsliced.core.coordinator import Place
 from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
@@ -194,15 +195,15 @@ class Leasing(Holding):
             text = f"uid {uid} has or waits for {limits.max_leases_per_uid} leases"
             return "would_exceed_limit", f"{text}, which is the limit max_leases_per_uid"
         if session.job in self.faults:
-            return "job_faulted", self.explain_fault(session.job, now)
+            return "job_faulted", str(self.explain_fault(session.job, now))
         for key in self.tenancies.by_job.get(session.job, ()):
             tenancy = self.tenancies.all[key]
-            pinned, shortage = tenancy.coordinator.pinned, tenancy.participant.shortage
-            if (pinned or shortage) is None or set(groups).isdisjoint(key.groups):
+            stop, shortage = self.explain_stop(tenancy, now), tenancy.participant.shortage
+            if (stop or shortage) is None or set(groups).isdisjoint(key.groups):
                 continue
-            if pinned is not None:
-                why = self.explain_stop(tenancy, now)
-                return "pinned", f"this job cannot be moved off its devices: {why}"
+            if stop is not None:
+                code = "blocked" if tenancy.coordinator.place is Place.BLOCKED else "pinned"
+                return code, f"this job cannot be moved off its devices: {stop}"
             return "no_host_memory", f"this job could not be parked when others wait: {shortage}"
         return None
 

@@ -5,6 +5,8 @@ Every fault of a job, and every PINNED, BLOCKED and STUCK, is named together wit
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tsliced.core.model import Cause, JobKey, Reason
 
 
@@ -38,6 +40,12 @@ def out_of_hang(job: JobKey) -> str:
     return f"wait for it, or end its processes (tslicectl kill {job}): the call ends with them"
 
 
-def explained(reason: Reason, seconds: float, way_out: str) -> str:
-    """Return a reason with how long it has stood and what helps."""
-    return f"{reason}, for {seconds:.0f} s now; {way_out}"
+class Standstill(NamedTuple):
+    """Why something does not go on, for how long, and what helps."""
+
+    reason: Reason
+    seconds: float
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}, for {self.seconds:.0f} s now; {self.way_out}"

@@ -28,6 +28,7 @@ _STATUS_OF_CODE: Mapping[str, int] = {
     "unknown_group": NOT_FOUND,
     "no_such_process": NOT_FOUND,
     "unknown_lease": NOT_FOUND,
+    "not_found": NOT_FOUND,
     "not_permitted": NOT_PERMITTED,
     "timeout": BUSY,
     "shutting_down": BUSY,

@@ -27,6 +27,12 @@ def job_text(job: Message | str) -> str:
     return f"{cluster}/{identifier}" if cluster else identifier
 
 
+def job_name(job: Message) -> str:
+    """Returns the name by which every command knows one job and no other: ``UID/ID``."""
+    parts = [printable(job["cluster"]), str(job["uid"]), printable(job["id"])]
+    return "/".join(filter(None, parts))
+
+
 def devices_text(devices: Sequence[Message]) -> str:
     """Returns the indices of devices, runs of them shortened: ``0-3,6``."""
     runs: list[list[int]] = []

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from hmac import compare_digest
 from typing import Any, cast
 
@@ -21,9 +22,11 @@ from libtimeslice.protocol import (
     Attach,
     Bye,
     Cancel,
+    DrainOrder,
     EventsQuery,
     Heartbeat,
     Hello,
+    JobOrder,
     Message,
     PhaseMark,
     Ping,
@@ -34,6 +37,7 @@ from libtimeslice.protocol import (
     Release,
     Reply,
     Request,
+    ShowQuery,
     StatusQuery,
     error_reply,
     reply,
@@ -69,6 +73,7 @@ from tsliced.host.membership import Membership
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection, Peer
 from tsliced.net.enrolment import Enrolment
+from tsliced.net.operations import Operations
 from tsliced.net.reception import Reception
 from tsliced.net.replies import MESSAGES, job_message
 from tsliced.net.shares import Share, Shares
@@ -83,6 +88,7 @@ CAPABILITIES = [
     "hooks",
     "heartbeat",
     "hold_warning",
+    "operate",
 ]
 
 #: Emptying a cache takes milliseconds, and is not worth waiting for long.
@@ -126,6 +132,7 @@ class Server:
         authority: Authority,
         membership: Membership,
         enrolment: Enrolment,
+        operations: Operations,
         status: StatusPage,
         shares: Shares,
     ) -> None:
@@ -134,6 +141,7 @@ class Server:
         self._membership = membership
         self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
         self._enrolment = enrolment
+        self._operations = operations
         self._status = status
         self._shares = shares
         self._connections: dict[Connection, None] = {}
@@ -153,6 +161,9 @@ class Server:
             StatusQuery: self._on_status,
             PsQuery: self._on_ps,
             EventsQuery: self._on_events,
+            ShowQuery: self._on_show,
+            JobOrder: self._on_job_order,
+            DrainOrder: self._on_drain_order,
             Ping: self._on_ping,
             Bye: self._on_bye,
             Reply: self._on_reply,
@@ -457,6 +468,15 @@ class Server:
                 loop.call_soon(self._send_followed, client)
 
             client.follower = history.follow(wake, limit=FOLLOW_LIMIT)
+
+    def _on_show(self, client: Client, request: ShowQuery) -> None:
+        self._send_whole(client, self._operations.show(client.peer, request))
+
+    def _on_job_order(self, client: Client, request: JobOrder) -> None:
+        self._operations.on_job(client.peer, request, partial(self._send, client))
+
+    def _on_drain_order(self, client: Client, request: DrainOrder) -> None:
+        self._operations.on_drain(client.peer, request, partial(self._send_whole, client))
 
     def _send_followed(self, client: Client) -> None:
         follower = client.follower

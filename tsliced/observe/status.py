@@ -14,7 +14,7 @@ from libtimeslice.protocol import Message
 from tsliced.core.alarms import Alarm
 from tsliced.core.coordinator import Place
 from tsliced.core.machine import Machine
-from tsliced.core.model import DeviceId, GroupConfig, GroupName, JobKey, RankState, Reason
+from tsliced.core.model import DeviceId, Drain, GroupConfig, GroupName, JobKey, RankState
 from tsliced.core.rank import Rank
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease
@@ -65,7 +65,7 @@ class StatusPage:
             "uptime_s": now - self._started_at,
             "driver": driver,
             "backend": self.backend,
-            "groups": [self._group(group, now) for group in machine.config.groups],
+            "groups": [self.group(group, now) for group in machine.config.groups],
             "jobs": self._all_jobs(now),
             "sessions": len(machine.leasing.sessions),
             "memory": {
@@ -78,14 +78,15 @@ class StatusPage:
         """Return every rank of this host."""
         now = self.clock()
         return [
-            self._rank(tenancy, rank, now)
+            self.rank(tenancy, rank, now)
             for tenancy in self.machine.tenancies.all.values()
             for rank in tenancy.participant.ranks.values()
         ]
 
     # --- groups -------------------------------------------------------------------------------
 
-    def _group(self, group: GroupConfig, now: float) -> Message:
+    def group(self, group: GroupConfig, now: float) -> Message:
+        """Return who has a group, who waits for it, and what it stands still for."""
         leasing = self.machine.leasing
         arbiter = leasing.arbiters[group.name]
         chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
@@ -93,26 +94,30 @@ class StatusPage:
         blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
         holder = next(iter(chosen.members.values())) if chosen and _held(chosen) else None
         state = "free" if chosen is None else _ROUND_STATES[chosen.state]
-        reason: Reason | str | None = chosen.stalled if chosen is not None else None
+        reason: object = chosen.stalled if chosen is not None else None
+        drain = leasing.drains.get(group.name)
         if blocked is not None:
-            state, reason = "blocked", blocked.coordinator.reason
+            state, reason = "blocked", leasing.explain_stop(blocked, now)
         elif (alarm := self._alarm(group.name)) is not None:
             state, reason = "stuck", alarm.text(now)
+        elif drain is not None:
+            left = chosen is not None or (drain.park and residents)
+            state, reason = "draining" if left else "drained", f"drained by {drain.by}"
+        aside = (r for name in leasing.aside if group.name in (r := leasing.rounds[name]).groups)
+        waiting = [*map(leasing.rounds.__getitem__, arbiter.queue), *aside]
         return {
             "name": group.name,
-            "devices": [self._device(device) for device in group.devices],
+            "devices": [self.device(device) for device in group.devices],
             "state": state,
-            "holder": _job(chosen.job) if chosen is not None and holder is not None else None,
+            "holder": job_map(chosen.job) if chosen is not None and holder is not None else None,
             "lease_since_s": now - holder.granted_at if holder is not None else None,
             "phase": (holder.phase or None) if holder is not None else None,
             "token": _token(holder, group),
-            "next": _job(chosen.job) if chosen is not None and holder is None else None,
-            "resident": [_job(tenancy.key.job) for tenancy in residents],
-            "waiters": len(arbiter.queue),
-            "queue": [
-                self._waiting(leasing.rounds[round_id], now)
-                for round_id in islice(arbiter.queue, MOST_SHOWN)
-            ],
+            "next": job_map(chosen.job) if chosen is not None and holder is None else None,
+            "resident": [job_map(tenancy.key.job) for tenancy in residents],
+            "waiters": len(waiting),
+            "queue": [self._waiting(round_, now) for round_ in islice(waiting, MOST_SHOWN)],
+            "drain": _drain_map(drain, now_unix=time.time()) if drain is not None else None,
             "reason": str(reason) if reason is not None else None,
         }
 
@@ -124,14 +129,15 @@ class StatusPage:
     def _waiting(self, round_: Round, now: float) -> Message:
         phase = next((lease.phase for lease in round_.members.values()), "")
         return {
-            "job": _job(round_.job),
+            "job": job_map(round_.job),
             "waited_s": now - round_.asked_at,
             "phase": phase or None,
             "ranks": round_.ranks,
             "arrived": len(round_.members),
         }
 
-    def _device(self, uuid: DeviceId) -> Message:
+    def device(self, uuid: DeviceId) -> Message:
+        """Return what is known of a device."""
         device = next((d for d in self.inventory if d.uuid == uuid), None)
         reading = self.scanner.readings.get(uuid)
         return {
@@ -153,20 +159,24 @@ class StatusPage:
         jobs = {*tenancies.by_job, *rounds, *leasing.faults}
         # Those with something on this host come first, should there be more than are shown.
         shown = sorted(jobs, key=lambda job: (job not in tenancies.by_job, job))[:MOST_SHOWN]
-        return [self._job(job, rounds.get(job, []), now) for job in shown]
+        return [self._job_in(job, rounds.get(job, []), now) for job in shown]
 
-    def _job(self, job: JobKey, rounds: list[Round], now: float) -> Message:
+    def job(self, job: JobKey, now: float) -> Message:
+        """Return where a job stands, and what it is held back for."""
+        rounds = [r for r in self.machine.leasing.rounds.values() if r.job == job]
+        return self._job_in(job, rounds, now)
+
+    def _job_in(self, job: JobKey, rounds: list[Round], now: float) -> Message:
         leasing, tenancies = self.machine.leasing, self.machine.tenancies
         own = [tenancies.all[key] for key in tenancies.by_job.get(job, ())]
         ranks = [rank for tenancy in own for rank in tenancy.participant.ranks.values()]
         parked = [rank for rank in ranks if rank.state is RankState.PARKED]
         held = [lease for r in rounds if _held(r) for lease in r.members.values()]
-        reason = leasing.faults.get(job) or next(
-            (t.coordinator.pinned for t in own if t.coordinator.pinned is not None), None
-        )
+        stops = (stop for t in own if (stop := leasing.explain_stop(t, now)) is not None)
+        fault = leasing.explain_fault(job, now) if job in leasing.faults else next(stops, None)
         return {
-            "job": _job(job),
-            "state": _state_of(reason is not None, rounds, own, bool(parked)),
+            "job": job_map(job),
+            "state": _state_of(fault is not None, rounds, own, bool(parked)),
             "ranks": len(ranks),
             "device_bytes": sum(r.device_bytes for r in ranks if r.state is not RankState.PARKED),
             "parked_bytes": sum(r.parked_bytes for r in parked),
@@ -183,14 +193,15 @@ class StatusPage:
                 for r in rounds
                 if r.state is RoundState.GATHERING
             ],
-            "reason": str(reason) if reason is not None else None,
+            "reason": str(fault) if fault is not None else None,
         }
 
-    def _rank(self, tenancy: Tenancy, rank: Rank, now: float) -> Message:
+    def rank(self, tenancy: Tenancy, rank: Rank, now: float) -> Message:
+        """Return where a rank is, and what is being done to it."""
         process, operation = rank.id.process, rank.operation
         alarm = self.machine.alarms.stuck.get(operation.op) if operation is not None else None
         return {
-            "job": _job(tenancy.key.job),
+            "job": job_map(tenancy.key.job),
             "host": rank.id.host,
             "pid": process.pid,
             "start_time": process.start_time,
@@ -210,7 +221,12 @@ def _held(round_: Round) -> bool:
     return round_.state is RoundState.HELD
 
 
-def _job(job: JobKey) -> Message:
+def _drain_map(drain: Drain, *, now_unix: float) -> Message:
+    return {"by": drain.by, "park": drain.park, "since_s": max(0.0, now_unix - drain.since_unix)}
+
+
+def job_map(job: JobKey) -> Message:
+    """Return a job's key as a map."""
     return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
 
 

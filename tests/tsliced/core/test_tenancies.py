@@ -277,7 +277,14 @@ def test_what_is_blocked_is_not_made_one_with_anything() -> None:
     world.verdict = lambda verb, process: (
         failure(Cause.FAILED, process.id) if verb is Verb.SNAPSHOT else None
     )
-    world.cancel(world.acquire(world.session(B), G1))
+    world.auto = False
+    other = world.acquire(world.session(B), G1)
+    # It waits already when what it needs is blocked; who asks later is refused at once.
+    both = world.acquire(session, G1, G2)
+    world.auto = True
+    world.run()
+    world.cancel(other)
+    assert world.code(both) == "blocked"
     assert world.code(world.acquire(session, G1, G2)) == "blocked"
     assert world.machine.tenancies.all[TenancyKey(A, (G1,))].coordinator.place is Place.BLOCKED
 

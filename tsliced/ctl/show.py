@@ -1,0 +1,218 @@
+"""`tslicectl show`: all that is known of one job, group, device, session or lease."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from libtimeslice.protocol import Message
+from tsliced.ctl.calls import ask, open_daemon
+from tsliced.ctl.failures import DONE
+from tsliced.ctl.names import devices_text, job_name, job_text, user_name
+from tsliced.ctl.options import Commands, text
+from tsliced.ctl.output import (
+    NOTHING,
+    duration,
+    print_json,
+    printable,
+    size,
+    styled,
+    table,
+    use_colour,
+)
+from tsliced.ctl.status import rank_lines
+
+_KINDS = ("job", "group", "device", "session", "lease")
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares the command of this module."""
+    show = commands.add(
+        "show", "show all that is known of one job, group, device, session or lease"
+    )
+    show.add_argument("kind", choices=_KINDS, help="what it is")
+    show.add_argument(
+        "thing",
+        metavar="ID",
+        type=text,
+        help="a job's id, UID/ID or CLUSTER/UID/ID; a group's name; a device's UUID or index; "
+        "a session's or lease's id",
+    )
+    show.set_defaults(call=show_one)
+
+
+def show_one(options: argparse.Namespace) -> int:
+    """Prints what is known, for people or as one JSON document."""
+    with open_daemon(options) as daemon:
+        shown: Message = ask(daemon, "show", kind=options.kind, name=options.thing)["shown"]
+    if options.json:
+        print_json({"shown": shown})
+    else:
+        print("\n".join(shown_lines(shown, colour=use_colour(sys.stdout))))
+    return DONE
+
+
+def shown_lines(shown: Message, *, colour: bool = False) -> list[str]:
+    """Returns the page about one thing, without line ends."""
+    pages: Mapping[str, Callable[..., list[str]]] = {
+        "job": _job_page,
+        "group": _group_page,
+        "device": _device_page,
+        "session": _session_page,
+        "lease": _lease_page,
+    }
+    return pages[shown["kind"]](shown, colour=colour)
+
+
+def _job_page(job: Message, *, colour: bool) -> list[str]:
+    lines = _facts(
+        ("job", printable(job["name"])),
+        ("user", user_name(job["job"]["uid"])),
+        ("state", job["state"]),
+        ("ranks", str(job["ranks"])),
+        ("on devices", size(job["device_bytes"])),
+        ("parked", size(job["parked_bytes"])),
+        ("held", duration(job["held_s"] or None)),
+        ("waited", duration(job["waited_s"] or None)),
+        ("switches", str(job["switches"])),
+    )
+    lines += _standstills(job["standstills"], colour=colour)
+    lines += _tenancies(job["tenancies"], colour=colour)
+    lines += _ranks(job["rank_list"], colour=colour)
+    lines += _leases(job["leases"], colour=colour)
+    return lines + _sessions(job["sessions"], colour=colour)
+
+
+def _group_page(group: Message, *, colour: bool) -> list[str]:
+    drain: Message | None = group["drain"]
+    lines = _facts(
+        ("group", group["name"]),
+        ("state", group["state"]),
+        ("reason", printable(group["reason"] or NOTHING)),
+        ("drained by", printable(drain["by"]) if drain else NOTHING),
+        ("drained for", duration(drain["since_s"]) if drain else NOTHING),
+        ("devices", devices_text(group["devices"])),
+        ("holder", job_text(group["holder"]) if group["holder"] else NOTHING),
+        ("next", job_text(group["next"]) if group["next"] else NOTHING),
+        ("since", duration(group["lease_since_s"])),
+        ("phase", printable(group["phase"] or NOTHING)),
+        ("token", str(group["token"] or NOTHING)),
+        ("waiters", str(group["waiters"])),
+    )
+    lines += _standstills(group["standstills"], colour=colour)
+    rows = [
+        [str(place), job_text(w["job"]), duration(w["waited_s"]), printable(w["phase"] or NOTHING)]
+        for place, w in enumerate(group["queue"], start=1)
+    ]
+    lines += _table(["PLACE", "JOB", "WAITED", "FOR PHASE"], rows, colour=colour)
+    lines += _tenancies(group["tenancies"], colour=colour)
+    return lines + _ranks(group["rank_list"], colour=colour)
+
+
+def _device_page(device: Message, *, colour: bool) -> list[str]:
+    lines = _facts(
+        ("device", device["uuid"]),
+        ("index", str(device["index"])),
+        ("name", printable(device["name"])),
+        ("memory", f"{size(device['used_bytes'])} of {size(device['total_bytes'])}"),
+        ("group", device["group"]["name"]),
+    )
+    lines += _ranks(device["rank_list"], colour=colour)
+    return [*lines, "", *_group_page(device["group"], colour=colour)]
+
+
+def _session_page(session: Message, *, colour: bool) -> list[str]:
+    lines = _facts(
+        ("session", session["session"]),
+        ("job", job_name(session["job"])),
+        ("pid", str(session["pid"])),
+        ("connected", "yes" if session["connected"] else "no"),
+        ("agent", "yes" if session["agent"] else "no"),
+        ("hooks", "yes" if session["hooks"] else "no"),
+        ("may lease", ", ".join(session["groups"]) or NOTHING),
+    )
+    return lines + _leases(session["leases"], colour=colour)
+
+
+def _lease_page(lease: Message, *, colour: bool) -> list[str]:
+    return _facts(
+        ("lease", lease["lease"]),
+        ("job", job_name(lease["job"])),
+        ("session", lease["session"]),
+        ("pid", str(lease["pid"])),
+        ("groups", ", ".join(lease["groups"])),
+        ("phase", printable(lease["phase"] or NOTHING)),
+        ("state", lease["state"]),
+        ("since", duration(lease["since_s"])),
+        ("tokens", ", ".join(f"{group}={n}" for group, n in lease["tokens"].items()) or NOTHING),
+        ("ranks", f"{lease['arrived']} of {lease['ranks']}"),
+        ("waiters", str(lease["waiters"]) if lease["waiters"] is not None else NOTHING),
+        ("reason", printable(lease["reason"] or NOTHING)),
+    )
+
+
+def _facts(*facts: tuple[str, str]) -> list[str]:
+    width = max(len(name) for name, _ in facts)
+    return [f"{name:<{width}}  {value}" for name, value in facts if value != NOTHING]
+
+
+def _standstills(stops: Sequence[Message], *, colour: bool) -> list[str]:
+    lines: list[str] = []
+    for stop in stops:
+        where = f" on {', '.join(stop['groups'])}" if stop["groups"] else ""
+        whose = f"{job_name(stop['job'])}: " if "job" in stop else ""
+        since = duration(stop["since_s"])
+        head = f"{whose}{stop['state'].upper()}{where} for {since}: {printable(stop['reason'])}"
+        lines += [
+            "",
+            styled(head, "red", colour=colour),
+            f"  way out: {printable(stop['way_out'])}",
+        ]
+    return lines
+
+
+def _tenancies(tenancies: Sequence[Message], *, colour: bool) -> list[str]:
+    rows = [
+        [
+            job_text(tenancy["job"]),
+            ",".join([*tenancy["groups"], *tenancy["beyond"]]),
+            tenancy["state"],
+            duration(tenancy["moving_s"]),
+            str(tenancy["ranks"]),
+            str(tenancy["switches"]),
+        ]
+        for tenancy in tenancies
+    ]
+    return _table(["JOB", "GROUPS", "PLACE", "MOVING", "RANKS", "SWITCHES"], rows, colour=colour)
+
+
+def _ranks(ranks: Sequence[Message], *, colour: bool) -> list[str]:
+    return ["", *rank_lines(ranks, colour=colour)] if ranks else []
+
+
+def _leases(leases: Sequence[Message], *, colour: bool) -> list[str]:
+    rows = [
+        [
+            lease["lease"],
+            lease["state"],
+            duration(lease["since_s"]),
+            ",".join(lease["groups"]),
+            printable(lease["phase"] or NOTHING),
+            printable(lease["reason"] or NOTHING),
+        ]
+        for lease in leases
+    ]
+    return _table(["LEASE", "STATE", "SINCE", "GROUPS", "PHASE", "REASON"], rows, colour=colour)
+
+
+def _sessions(sessions: Sequence[Message], *, colour: bool) -> list[str]:
+    rows = [
+        [session["session"], str(session["pid"]), "yes" if session["connected"] else "no"]
+        for session in sessions
+    ]
+    return _table(["SESSION", "PID", "CONNECTED"], rows, colour=colour)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool) -> list[str]:
+    return ["", *table(header, rows, colour=colour)] if rows else []

@@ -1,0 +1,130 @@
+"""What operators, and users for their own jobs, have done: retry, clear, kill, drain.
+
+Who may do what is decided here, by the peer's uid; what becomes of it, by the core. The answer to
+an order says what stood before it, and goes out when the core has had it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from libtimeslice.protocol import DrainOrder, JobOrder, Message, ShowQuery, error_reply, reply
+from tsliced.core.events import (
+    DrainOrdered,
+    Event,
+    FaultCleared,
+    KillRequested,
+    RetryRequested,
+)
+from tsliced.core.model import Drain, GroupName, JobKey
+from tsliced.driver import Driver
+from tsliced.net.authority import Authority
+from tsliced.net.connection import Peer
+from tsliced.net.enrolment import Refusal
+from tsliced.net.replies import job_message
+from tsliced.observe.details import Details, NotFound
+
+Answer = Callable[[Message], object]
+
+
+class Operations:
+    """Checks and carries out operators' requests. All methods belong to the event loop."""
+
+    def __init__(self, driver: Driver, authority: Authority, details: Details) -> None:
+        self._driver = driver
+        self._authority = authority
+        self._details = details
+
+    def show(self, peer: Peer, request: ShowQuery) -> Message:
+        """Return all that is known of one thing."""
+        try:
+            if request.kind == "job":
+                return reply(request.id, shown=self._details.job(self._job(peer, request.name)))
+            return reply(request.id, shown=self._details.show(request.kind, request.name))
+        except NotFound as exc:
+            return error_reply(request.id, exc.code, str(exc))
+
+    def on_job(self, peer: Peer, request: JobOrder, answer: Answer) -> None:
+        """Do something about a job, and answer when it has begun."""
+        try:
+            job = self._job(peer, request.job)
+        except NotFound as exc:
+            answer(error_reply(request.id, exc.code, str(exc)))
+            return
+        if not self._authority.may_act_for(peer.uid, job.uid):
+            text = f"job {job} is of uid {job.uid}; {_name(peer)} may {request.verb} own jobs only"
+            answer(error_reply(request.id, "not_permitted", text))
+            return
+        event: Event
+        match request.verb:
+            case "retry":
+                event = RetryRequested(job=job)
+            case "clear":
+                event = FaultCleared(job=job)
+            case "kill":
+                event = KillRequested(job=job, by=_name(peer), grace_s=request.grace_s)
+            case _:
+                assert_never(request.verb)
+        machine = self._driver.machine
+        facts: Message = {"job": job_message(job), "stood": self._details.standstills(job)}
+        if request.verb == "kill":
+            facts["pids"] = [process.pid for process in machine.ending.processes_of(job)]
+        else:
+            self._driver.note(request.verb, "info", job=str(job), by=_name(peer))
+        self._driver.post(event)
+        self._driver.after_turn(lambda: answer(reply(request.id, **facts)))
+
+    def on_drain(self, peer: Peer, request: DrainOrder, answer: Answer) -> None:
+        """Close groups or open them, and answer when that is done."""
+        if not self._authority.is_admin(peer.uid):
+            text = f"{_name(peer)} may not drain groups; root and the admin group may"
+            answer(error_reply(request.id, "not_permitted", text))
+            return
+        groups = self._groups(request)
+        if isinstance(groups, Refusal):
+            answer(error_reply(request.id, *groups))
+            return
+        drain = None
+        if not request.open:
+            why = f" ({request.why})" if request.why else ""
+            by = f"{_name(peer)}{why}"
+            drain = Drain(park=request.park, by=by, since_unix=time.time())
+        for group in groups:
+            self._driver.post(DrainOrdered(group=group, drain=drain))
+
+        def tell() -> None:
+            shown = [self._details.show("group", group) for group in groups]
+            answer(reply(request.id, groups=shown))
+
+        self._driver.after_turn(tell)
+
+    def _groups(self, request: DrainOrder) -> list[GroupName] | Refusal:
+        known = [group.name for group in self._driver.machine.config.groups]
+        if request.device is not None:
+            try:
+                return [self._details.group_of(request.device)]
+            except NotFound as exc:
+                return Refusal(exc.code, str(exc))
+        wanted = request.groups if request.groups is not None else tuple(known)
+        if unknown := [name for name in wanted if name not in known]:
+            text = f"there is no group {unknown[0]!r}; there are: {', '.join(known) or 'none'}"
+            return Refusal("unknown_group", text)
+        return [GroupName(name) for name in wanted]
+
+    def _job(self, peer: Peer, name: str) -> JobKey:
+        """Return the job that a peer means. Raises `NotFound`."""
+        known = self._details.jobs()
+        named = [job for job in known if name in (job.id, f"{job.uid}/{job.id}", str(job))]
+        own = [job for job in named if job.uid == peer.uid]
+        if len(named) == 1 or len(own) == 1:
+            return (own or named)[0]
+        if not named:
+            raise NotFound(f"there is no job {name!r} here; see tslicectl status")
+        several = ", ".join(map(str, named))
+        raise NotFound(f"several jobs are called {name!r}: say which of {several}", "bad_request")
+
+
+def _name(peer: Peer) -> str:
+    return "root" if peer.uid == 0 else f"uid {peer.uid}"
