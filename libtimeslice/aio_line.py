@@ -339,8 +339,10 @@ class AsyncLine:
 
     def _open(self) -> Link:
         session, now = self.session, time.monotonic()
-        path = self.settings.path()
         resuming = session.session is not None
+        if not resuming or session.path is None:
+            session.path = self.settings.path()
+        path = session.path
         limit_s = session.grace_s if resuming else self.settings.connect_timeout_s
         try:
             return open_within(path, self._hello, until=now + limit_s)

@@ -58,7 +58,8 @@ def connect(
 ) -> TimeSlice:
     """Returns a client of the daemon on this host. It connects when it is first needed.
 
-    socket: path of the daemon's socket; else `TSLICE_SOCKET`, else `/run/tsliced/tsliced.sock`.
+    socket: path of the daemon's socket; else `TSLICE_SOCKET`, else `/run/tsliced/tsliced.sock` or,
+        if that does not exist, the socket of a `tsliced --user`.
     job: the job's id; else `TSLICE_JOB_ID`, else the daemon finds it out from the process.
     mode: `require` (the default) raises where there is no daemon; `auto` runs unshared, with one
         warning, if no socket exists and none ever answered; `off` never shares. Else `TSLICE_MODE`.

@@ -2,7 +2,8 @@
 
 This is the only module that reads environment variables:
 
-* `TSLICE_SOCKET`: path of the daemon's socket; else `/run/tsliced/tsliced.sock`.
+* `TSLICE_SOCKET`: path of the daemon's socket; else `/run/tsliced/tsliced.sock` if that exists,
+  else the socket of a `tsliced --user`, by `XDG_RUNTIME_DIR` or `TMPDIR`.
 * `TSLICE_JOB_ID`: the job's id; else the daemon finds it out from the process.
 * `TSLICE_MODE`: `require` (default), `auto` or `off`.
 * `TSLICE_GROUPS`: names of roles and their groups, `trainer=n1,n2;sampler=n3`.
@@ -13,6 +14,7 @@ This is the only module that reads environment variables:
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -63,8 +65,7 @@ class Settings:
 
     def path(self, environ: Mapping[str, str] = os.environ) -> str:
         """The path of the daemon's socket, as this process sees it."""
-        chosen = self.socket or environ.get("TSLICE_SOCKET") or DEFAULT_SOCKET
-        return socket_path(chosen)
+        return find_socket(self.socket, environ)
 
     def round_of(self, ranks: int | None, environ: Mapping[str, str] = os.environ) -> int | None:
         """How many ranks must ask for one grant; None if the caller asks for itself alone."""
@@ -132,6 +133,36 @@ def settings_from(
         heartbeat_s=_heartbeat_s(heartbeat_s, environ),
         synchronize=synchronize,
     )
+
+
+def find_socket(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
+    """The path of the daemon's socket: as given, else by the environment, else by what exists."""
+    if chosen := given or environ.get("TSLICE_SOCKET"):
+        return socket_path(chosen)
+    if not os.path.exists(DEFAULT_SOCKET):
+        own = user_socket(environ)
+        if _is_own_socket(own):
+            return own
+    return DEFAULT_SOCKET
+
+
+def user_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """The path at which a `tsliced --user` of this user listens."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    # In a batch job it may be that of a login elsewhere.
+    if runtime.startswith("/") and os.path.isdir(runtime):
+        return os.path.join(runtime, "tsliced", "tsliced.sock")
+    directory = environ.get("TMPDIR") or "/tmp"
+    return os.path.join(directory, f"tsliced-{os.getuid()}", "tsliced.sock")
+
+
+def _is_own_socket(path: str) -> bool:
+    """Whether a socket is there, in a directory into which nobody else could put it."""
+    try:
+        directory = os.lstat(os.path.dirname(path))
+        return directory.st_uid == os.getuid() and stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def socket_path(target: str) -> str:

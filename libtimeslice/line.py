@@ -239,8 +239,10 @@ class Line:
         until, limit: monotonic instants at which this call, and the session, are given up.
         """
         session = self.session
+        if session.session is None or session.path is None:
+            session.path = self.settings.path()
         try:
-            return self._adopt(open_within(self.settings.path(), self._hello, until=until))
+            return self._adopt(open_within(session.path, self._hello, until=until))
         except ConnectionLost:  # right after its welcome
             if time.monotonic() >= until:
                 raise

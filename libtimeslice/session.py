@@ -133,6 +133,8 @@ class Session:
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     session: str | None = None
     secret: bytes | None = None
+    #: Where the daemon of this session listens: another one cannot resume it.
+    path: str | None = None
     #: What the daemon said in its last welcome.
     host: str = ""
     job: str | None = None

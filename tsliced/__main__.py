@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -18,10 +19,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tsliced needs Python 3.11 or later", file=sys.stderr)
         return EX_UNAVAILABLE
     options = _parser().parse_args(arguments)
-    from tsliced.config import DEFAULT_PATH, ConfigError, describe, load
+    from tsliced.config import (
+        DEFAULT_PATH,
+        ConfigError,
+        describe,
+        load,
+        user_config,
+        user_defaults,
+    )
 
+    usual = user_config(os.environ) if options.user else DEFAULT_PATH
+    defaults = user_defaults(os.environ) if options.user else None
+    path = options.config or usual
     try:
-        config = load(options.config or DEFAULT_PATH, optional=options.config is None)
+        config = load(path, optional=options.config is None, defaults=defaults)
     except ConfigError as exc:
         print(exc, file=sys.stderr)
         return EX_CONFIG
@@ -31,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(describe(config), end="")
         return 0
     if options.check_config:
-        print(f"{options.config or DEFAULT_PATH}: good", file=sys.stderr)
+        print(f"{path}: good", file=sys.stderr)
         return 0
-    return _serve(config)
+    return _serve(config, tell_socket=options.user)
 
 
-def _serve(config: object) -> int:
+def _serve(config: object, *, tell_socket: bool) -> int:
     # Imported late: checking a configuration must work where the daemon's packages are missing.
     from tsliced.config import Config, ConfigError
     from tsliced.daemon import BrokenStateError, Daemon
@@ -50,6 +61,9 @@ def _serve(config: object) -> int:
     assert isinstance(config, Config)
     os.umask(0o077)
     daemon = Daemon(config=config, log=Log(config.daemon.log_level), notifier=Notifier())
+    if tell_socket:
+        export = f"export TSLICE_SOCKET={shlex.quote(config.daemon.socket)}"
+        daemon.on_serving = lambda: print(export, flush=True)
     failures: dict[type[Exception], int] = {
         ConfigError: EX_CONFIG,
         BackendError: EX_CONFIG,
@@ -91,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration (default: /etc/tsliced/tsliced.toml)"
+    )
+    parser.add_argument(
+        "--user",
+        action="store_true",
+        help="serve your own jobs, with your own rights, on the devices of CUDA_VISIBLE_DEVICES; "
+        "configuration: ~/.config/tsliced/tsliced.toml, if there is one",
     )
     parser.add_argument(
         "--check-config", action="store_true", help="check the configuration and end"

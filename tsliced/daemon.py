@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tsliced.config import Config, resolve_groups
+from tsliced.config import Config, resolve_groups, visible_of
 from tsliced.core.events import Started
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
@@ -65,6 +65,8 @@ class Daemon:
     config: Config
     log: Log
     notifier: Notifier
+    #: Called as soon as clients are served.
+    on_serving: Callable[[], None] | None = None
 
     async def run(self) -> None:
         """Start everything, serve until SIGTERM or SIGINT, and stop everything."""
@@ -113,7 +115,11 @@ class Daemon:
         backend = load_backend(daemon.backend, context)
         await backend.start()
         stack.push_async_callback(backend.close)
-        sock = listen(daemon.socket, backlog=self.config.limits.server.backlog)
+        sock = listen(
+            daemon.socket,
+            backlog=self.config.limits.server.backlog,
+            private=self.config.authority.clients == "own",
+        )
         stack.callback(_unlink, daemon.socket)
         stack.callback(sock.close)
         return _Base(devices=devices, groups=groups, journal=journal, backend=backend, sock=sock)
@@ -151,6 +157,8 @@ class Daemon:
         names = ", ".join(group.name for group in groups) or "none"
         self.log.write("info", "started", {"groups": names, "devices": device_count})
         self.log.flush()
+        if self.on_serving is not None:
+            self.on_serving()
         self.notifier.send("READY=1", f"STATUS=serving {device_count} devices; groups: {names}")
         return driver, server
 
@@ -172,7 +180,8 @@ class Daemon:
         stack.push_async_callback(devices.close)
         for problem in devices.problems():
             self.log.write("warning", "device", {"reason": problem})
-        return devices, resolve_groups(config, {host: devices.inventory()}, partial=True)
+        visible = visible_of(devices.inventory(), config.daemon.visible_devices)
+        return devices, resolve_groups(config, {host: visible}, partial=True)
 
     def _open_journal(self, stack: contextlib.AsyncExitStack) -> Journal:
         state_dir = Path(self.config.daemon.state_dir)
@@ -215,9 +224,16 @@ class Daemon:
         backend: Backend,
     ) -> Server:
         config, around = self.config, driver.around
-        inventory = devices.inventory() if devices is not None else ()
+        all_devices = devices.inventory() if devices is not None else ()
+        inventory = visible_of(all_devices, config.daemon.visible_devices)
         access = self._make_access(inventory)
-        authority = Authority(groups, config.groups, config.daemon.admin_group, access=access)
+        authority = Authority(
+            groups,
+            config.groups,
+            config.daemon.admin_group,
+            access=access,
+            own_only=config.authority.clients == "own",
+        )
         shares = Shares(
             config.limits.server, descriptors=raise_limit(), watched=lambda: driver.watched
         )

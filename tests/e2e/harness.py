@@ -73,6 +73,15 @@ def resident_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def write_toml(path: Path, sections: Settings) -> None:
+    """Writes tables of plain values."""
+    lines: list[str] = []
+    for name, section in sections.items():
+        # A basic string of TOML is written as JSON writes one.
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
+    path.write_text("\n".join([*lines, ""]))
+
+
 class RankError(Exception):
     """A command of a rank failed; `type` is the name of the exception that it met."""
 
@@ -176,6 +185,7 @@ class Host:
         *,
         settings: Settings | None = None,
         launcher: Sequence[str] = (),
+        user: Sequence[str] = (),
         **environment: str,
     ) -> None:
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -191,6 +201,8 @@ class Host:
         self.settings = settings or {}
         #: A command that makes the daemon's surroundings, and then runs what it is given.
         self.launcher = tuple(launcher)
+        #: A command that runs what it is given as another user: everything is started by it.
+        self.user = tuple(user)
         self._softcuda = softcuda
         self._environment = {
             "LD_LIBRARY_PATH": str(softcuda),
@@ -208,7 +220,7 @@ class Host:
 
     def _make_devices(self) -> None:
         subprocess.run(
-            [self._softcuda / "softcuda-init"],
+            [*self.user, self._softcuda / "softcuda-init"],
             env=self.variables(),
             check=True,
             timeout=LIMIT_S,
@@ -228,13 +240,17 @@ class Host:
         self.write_config(self.config, self.settings)
         with self.log.open("ab") as log:
             self.daemon = subprocess.Popen(
-                [*self.launcher, sys.executable, "-m", "tsliced", "--config", str(self.config)],
+                [*self.launcher, *self.user, sys.executable, "-m", "tsliced", *self.arguments()],
                 # Backends of the tests lie here.
                 env=self.variables(PYTHONPATH=path_with(HERE), **environment),
                 stdout=log,
                 stderr=log,
             )
         until(self.serves, "the daemon serves")
+
+    def arguments(self) -> list[str]:
+        """Returns how the daemon is called."""
+        return ["--config", str(self.config)]
 
     def serves(self) -> bool:
         """Whether the daemon answers; it must not have ended."""
@@ -278,11 +294,7 @@ class Host:
                 sections[name] = dict(values)
         for name, values in settings.items():
             sections.setdefault(name, {}).update(values)
-        # A basic string of TOML is written as JSON writes one.
-        lines: list[str] = []
-        for name, section in sections.items():
-            lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
-        path.write_text("\n".join([*lines, ""]))
+        write_toml(path, sections)
         return path
 
     # --- what the daemon says -----------------------------------------------------------------
@@ -343,7 +355,7 @@ class Host:
             environment["RANK_JOB" if told else "TSLICE_JOB_ID"] = job
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / program)],
+                [*self.user, sys.executable, str(HERE / program)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

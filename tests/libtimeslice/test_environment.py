@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+from pathlib import Path
 
 import pytest
 
-from libtimeslice.environment import DEFAULT_SOCKET, Mode, settings_from, socket_path
+from libtimeslice import environment
+from libtimeslice.environment import (
+    DEFAULT_SOCKET,
+    Mode,
+    settings_from,
+    socket_path,
+    user_socket,
+)
 
 
 def test_what_is_given_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -17,12 +27,47 @@ def test_what_is_given_wins_over_the_environment_and_that_over_the_default() -> 
     }
     plain, told = settings_from(environ={}), settings_from(environ=environ)
     given = settings_from(socket="/given.sock", job="mine", mode="off", environ=environ)
-    assert plain.path({}) == DEFAULT_SOCKET
+    assert plain.path({"TMPDIR": "/nowhere"}) == DEFAULT_SOCKET
     assert (plain.job, plain.mode) == (None, Mode.REQUIRE)
     assert told.path(environ) == "/run/env.sock"
     assert (told.job, told.mode) == ("env-job", Mode.AUTO)
     assert given.path(environ) == "/given.sock"
     assert (given.job, given.mode) == ("mine", Mode.OFF)
+
+
+def test_the_socket_of_a_user_s_own_daemon_is_found_where_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "system.sock"
+    monkeypatch.setattr(environment, "DEFAULT_SOCKET", str(system))
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert settings_from().path(environ) == str(system), "which says what is missing"
+    own = tmp_path / "tsliced" / "tsliced.sock"
+    own.parent.mkdir()
+    own.write_text("no socket")
+    assert settings_from().path(environ) == str(system)
+    own.unlink()
+    with socket.socket(socket.AF_UNIX) as sock, socket.socket(socket.AF_UNIX) as other:
+        sock.bind(str(own))
+        assert settings_from().path(environ) == str(own)
+        assert settings_from().path({**environ, "TSLICE_SOCKET": "/told"}) == "/told"
+        other.bind(str(system))
+        assert settings_from().path(environ) == str(system), "the system's daemon comes first"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_socket_that_another_user_put_there_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "DEFAULT_SOCKET", str(tmp_path / "none"))
+    environ = {"TMPDIR": str(tmp_path)}
+    trap = Path(user_socket(environ))
+    trap.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(trap))
+        assert settings_from().path(environ) == str(trap)
+        os.chown(trap.parent, 5, 5)
+        assert settings_from().path(environ) == str(tmp_path / "none")
 
 
 def test_a_pickle_keeps_the_job_and_asks_the_new_place_for_the_socket() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -18,6 +19,9 @@ from tsliced.config import (
     hosts_of,
     load,
     resolve_groups,
+    user_config,
+    user_defaults,
+    visible_of,
 )
 from tsliced.config.reader import find_lines
 from tsliced.core.model import CoreLimits, DeviceId, GroupConfig, GroupName, HostName
@@ -299,6 +303,63 @@ class TestBarrier:
             resolve_groups(config, INVENTORY)
 
 
+class TestUser:
+    """The daemon of a single user."""
+
+    def test_its_files_lie_where_a_user_s_files_lie(self, tmp_path: Path) -> None:
+        given = {
+            "XDG_CONFIG_HOME": "/c",
+            "XDG_STATE_HOME": "/s",
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "CUDA_VISIBLE_DEVICES": "2,3",
+        }
+        assert user_config(given) == Path("/c/tsliced/tsliced.toml")
+        assert user_defaults(given) == {
+            "daemon.socket": f"{tmp_path}/tsliced/tsliced.sock",
+            "daemon.state_dir": f"/s/tsliced/{socket.gethostname()}",
+            "daemon.visible_devices": "2,3",
+            "authority.clients": "own",
+            "authority.device_cgroup": "off",
+        }
+
+    def test_without_these_variables_they_lie_at_home_and_the_socket_in_tmp(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        bare = {"XDG_STATE_HOME": "not/absolute", "XDG_RUNTIME_DIR": "/run/user/none-of-mine"}
+        assert user_config(bare) == Path("/home/me/.config/tsliced/tsliced.toml")
+        found = user_defaults({**bare, "TMPDIR": "/scratch"})
+        assert found["daemon.socket"] == f"/scratch/tsliced-{os.getuid()}/tsliced.sock"
+        host = socket.gethostname()
+        assert found["daemon.state_dir"] == f"/home/me/.local/state/tsliced/{host}"
+        assert "daemon.visible_devices" not in found
+
+    def test_files_win_over_it(self, main: Path) -> None:
+        main.write_text("[daemon]\nsocket = '/mine'\n")
+        defaults = {"daemon.socket": "/default", "daemon.state_dir": "/state"}
+        config = load(main, defaults=defaults)
+        assert (config.daemon.socket, config.daemon.state_dir) == ("/mine", "/state")
+        assert str(config.origin("daemon", "state_dir")) == "--user"
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            (None, [0, 1, 2, 3]),
+            ("", []),
+            ("NoDevFiles", []),
+            ("3, 1", [1, 3]),
+            ("1,9,2", [1]),
+            ("1,1,2", [1]),
+            (uuid("n1", 2), [2]),
+            ("GPU-00000001-0000", [0]),
+            ("GPU-", []),
+            ("MIG-1", []),
+        ],
+    )
+    def test_only_visible_devices_are_served(self, text: str | None, expected: list[int]) -> None:
+        assert [device.index for device in visible_of(INVENTORY[N1], text)] == expected
+
+
 class TestGroups:
     """Device shorthand against what the hosts have."""
 
@@ -419,7 +480,14 @@ class TestDescribe:
 
 
 #: Keys without a default that the sample could show.
-EXAMPLES = {"host", "cluster", "nvml_library", "cuda_library", "barrier_timeout_s"}
+EXAMPLES = {
+    "host",
+    "cluster",
+    "nvml_library",
+    "cuda_library",
+    "visible_devices",
+    "barrier_timeout_s",
+}
 
 
 class TestSample:

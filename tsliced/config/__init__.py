@@ -6,7 +6,7 @@ known, `describe` shows the effective values with where each was set.
 
 from __future__ import annotations
 
-from tsliced.config.groups import Inventory, hosts_of, resolve_groups
+from tsliced.config.groups import Inventory, hosts_of, resolve_groups, visible_of
 from tsliced.config.loading import DEFAULT_PATH, describe, load
 from tsliced.config.reader import ConfigError, Origin, Problem
 from tsliced.config.settings import (
@@ -20,6 +20,7 @@ from tsliced.config.settings import (
     ScanSettings,
     ServerLimits,
 )
+from tsliced.config.user import user_config, user_defaults
 
 __all__ = [
     "DEFAULT_PATH",
@@ -40,4 +41,7 @@ __all__ = [
     "hosts_of",
     "load",
     "resolve_groups",
+    "user_config",
+    "user_defaults",
+    "visible_of",
 ]

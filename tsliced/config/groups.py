@@ -71,6 +71,28 @@ def _how(text: str) -> str:
     return f"{text!r} names no devices: write HOST:0-3, HOST:0,2, HOST:*, 0-1 or a UUID (GPU-...)"
 
 
+def visible_of(devices: Sequence[Device], text: str | None) -> tuple[Device, ...]:
+    """Return the devices that a CUDA_VISIBLE_DEVICES shows; None shows all.
+
+    As CUDA has it: indices, UUIDs or how they begin, and nothing behind the first one that is none.
+    """
+    if text is None:
+        return tuple(devices)
+    visible: list[Device] = []
+    for entry in map(str.strip, text.split(",")):
+        found = next((device for device in devices if _is_meant(device, entry)), None)
+        if found is None or found in visible:
+            break
+        visible.append(found)
+    return tuple(sorted(visible, key=lambda device: device.index))
+
+
+def _is_meant(device: Device, entry: str) -> bool:
+    if entry.startswith("GPU-") and len(entry) > len("GPU-"):
+        return device.uuid.lower().startswith(entry.lower())
+    return entry == str(device.index)
+
+
 def hosts_of(config: Config) -> frozenset[HostName]:
     """Return the hosts that the groups name; this host, if there are no groups."""
     here = HostName(config.daemon.host)

@@ -44,17 +44,20 @@ def load(
     path: str | Path = DEFAULT_PATH,
     *,
     optional: bool = False,
+    defaults: Mapping[str, object] | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> Config:
     """Read ``tsliced.toml`` and then, in lexical order, ``tsliced.toml.d/*.toml`` beside it.
 
-    With `optional`, the first file may be missing. `overrides` are values by dotted key that win
-    over all files, such as those of the command line.
+    With `optional`, the first file may be missing. `defaults` and `overrides` are values by dotted
+    key; over the former all files win, the latter win over all files.
 
     Raises:
         ConfigError: with every mistake in it.
     """
     reader = Reader()
+    if defaults:
+        reader.add(Source("--user", nest(defaults)))
     files = list(_files(Path(path), optional=optional))
     for file in files:
         source = read_source(file)

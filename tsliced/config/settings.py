@@ -51,6 +51,8 @@ class DaemonSettings:
     #: After a request the daemon stays awake for so many microseconds, and answers a client that
     #: goes on at once in half the time. 0: never.
     linger_us: int = ruled(150, least=0, most=10_000)
+    #: Serve only these devices: what CUDA_VISIBLE_DEVICES may hold. Left out: all.
+    visible_devices: str | None = None
     #: Its members may do what root may do here.
     admin_group: str = ruled("tsliced", pattern=r"[^\s:]+", meaning="the name of a Unix group")
     #: Take an unknown key for a mistake; otherwise it is a warning.
@@ -64,6 +66,8 @@ class AuthoritySettings:
     #: Whether a job may lease only devices that its cgroup lets it open. ``auto``: where that can
     #: be found out; ``require``: nothing may be leased where it cannot.
     device_cgroup: str = ruled("auto", choices=("auto", "off", "require"))
+    #: ``own``: nobody but the user who runs the daemon, and root.
+    clients: str = ruled("all", choices=("all", "own"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from libtimeslice.connection import Connection
-from libtimeslice.environment import DEFAULT_SOCKET, socket_path
+from libtimeslice.environment import find_socket
 from libtimeslice.errors import DaemonUnreachable
 from libtimeslice.protocol import Message
 
@@ -21,8 +21,7 @@ _NOTICE_TICK_S = 60.0
 
 def socket_of(options: argparse.Namespace) -> str:
     """Returns the path of the daemon's socket for the given options."""
-    given: str | None = options.socket
-    return socket_path(given or os.environ.get("TSLICE_SOCKET") or DEFAULT_SOCKET)
+    return find_socket(options.socket)
 
 
 def job_of(options: argparse.Namespace) -> str | None:

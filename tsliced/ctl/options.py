@@ -46,7 +46,8 @@ def add_common_options(
         "--socket",
         metavar="PATH",
         default=socket,
-        help="the daemon's socket (default $TSLICE_SOCKET, else /run/tsliced/tsliced.sock)",
+        help="the daemon's socket (default: $TSLICE_SOCKET, else /run/tsliced/tsliced.sock if it "
+        "exists, else that of your own tsliced --user)",
     )
     parser.add_argument(
         "--json",

@@ -26,6 +26,7 @@ class Authority:
         admin_group: str,
         *,
         access: DeviceAccess | None = None,
+        own_only: bool = False,
     ) -> None:
         self._devices: dict[GroupName, frozenset[DeviceId]] = {
             group.name: frozenset(group.devices) for group in groups
@@ -35,6 +36,7 @@ class Authority:
         self._closed = {GroupName(group.name) for group in settings if group.accounts}
         self._admin_group = admin_group
         self._access = access
+        self._own_only = own_only
         listed = (name for names in self._users.values() for name in names)
         unix_groups = (name[1:] for name in listed if name.startswith("@"))
         self.users = Users([admin_group, *unix_groups])
@@ -54,6 +56,10 @@ class Authority:
             await self.users.look_up(uid)
         if self._access is not None:
             await self._access.learn(process)
+
+    def serves(self, uid: int) -> bool:
+        """Whether a uid may be a client at all."""
+        return not self._own_only or uid in (0, os.geteuid())
 
     def is_admin(self, uid: int) -> bool:
         """Whether a uid is root, the daemon's own, or in the admin group."""

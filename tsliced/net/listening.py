@@ -9,6 +9,7 @@ from pathlib import Path
 
 #: Who may do what is decided by SO_PEERCRED, so everybody may connect.
 SOCKET_MODE = 0o666
+PRIVATE_SOCKET_MODE = 0o600
 #: Of sun_path, without its NUL byte (man 7 unix).
 MAX_PATH_BYTES = 107
 
@@ -17,8 +18,10 @@ class ListenError(Exception):
     """The socket cannot be made; the text says why and what to do."""
 
 
-def listen(path: str, *, backlog: int) -> socket.socket:
+def listen(path: str, *, backlog: int, private: bool = False) -> socket.socket:
     """Return a listening Unix socket at `path`, in place of one that nobody serves any more.
+
+    A `private` one is for this user and root alone, and so is its directory.
 
     Raises `ListenError`.
     """
@@ -29,7 +32,10 @@ def listen(path: str, *, backlog: int) -> socket.socket:
         raise ListenError(f"another daemon serves {path}; stop it first, or set daemon.socket")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        _bind(sock, Path(path), backlog)
+        _bind(sock, Path(path), backlog, private=private)
+    except ListenError:
+        sock.close()
+        raise
     except OSError as exc:
         sock.close()
         raise ListenError(f"cannot listen at {path}: {exc.strerror or exc}") from exc
@@ -37,11 +43,13 @@ def listen(path: str, *, backlog: int) -> socket.socket:
     return sock
 
 
-def _bind(sock: socket.socket, path: Path, backlog: int) -> None:
+def _bind(sock: socket.socket, path: Path, backlog: int, *, private: bool) -> None:
     """Bind under another name and rename: whoever finds the path finds a socket that listens."""
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        if private:
+            _check_private(directory, path.parent)
         name = f".{path.name}.{os.getpid()}"
         # The other name is longer, and the path may be as long as it can be.
         temporary = f"/proc/self/fd/{directory}/{name}"
@@ -49,7 +57,7 @@ def _bind(sock: socket.socket, path: Path, backlog: int) -> None:
             os.unlink(temporary)
         sock.bind(temporary)
         try:
-            os.chmod(temporary, SOCKET_MODE)
+            os.chmod(temporary, PRIVATE_SOCKET_MODE if private else SOCKET_MODE)
             sock.listen(backlog)
             os.rename(name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError:
@@ -57,6 +65,16 @@ def _bind(sock: socket.socket, path: Path, backlog: int) -> None:
             raise
     finally:
         os.close(directory)
+
+
+def _check_private(directory: int, path: Path) -> None:
+    """Refuse a directory that somebody else may have laid out, as one can in /tmp."""
+    found = os.fstat(directory)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ListenError(
+            f"{path} belongs to another user, or others may write there; "
+            "take it away, or set daemon.socket"
+        )
 
 
 def _is_served(path: str) -> bool:

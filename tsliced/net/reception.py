@@ -44,6 +44,10 @@ class Reception:
         """Take a client in, or refuse it; at once if all that matters is known about it."""
         peer = connection.peer
         assert peer is not None
+        if not self._authority.serves(peer.uid):
+            text = "this daemon serves nobody but the user who runs it"
+            connection.refuse("not_permitted", text)
+            return
         uids = (peer.uid,) if hello.uid is None else (peer.uid, hello.uid)
         try:
             is_known = self._authority.knows(peer.process, *uids)

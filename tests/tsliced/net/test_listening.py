@@ -89,3 +89,22 @@ def test_a_path_that_cannot_be_made_is_told_with_the_reason(tmp_path: Path) -> N
     with pytest.raises(ListenError, match=r"cannot listen at .*directory: "):
         listen(str(tmp_path / "directory"), backlog=8)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
+
+
+def test_a_private_socket_is_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tsliced-me" / "s"
+    with listen(str(path), backlog=8, private=True):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    # Whoever made it first could have put anything there.
+    path.parent.chmod(0o777)
+    with pytest.raises(ListenError, match="others may write there"):
+        listen(str(path), backlog=8, private=True)
+    assert path.exists(), "nothing there was touched"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_private_socket_is_not_put_where_another_user_is_master(tmp_path: Path) -> None:
+    os.chown(tmp_path, 5, 5)
+    with pytest.raises(ListenError, match="belongs to another user"):
+        listen(str(tmp_path / "s"), backlog=8, private=True)
