@@ -154,6 +154,8 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._queue: list[Event] = []
         self._turn: asyncio.Handle | None = None
+        #: Lines that are due, for what was done.
+        self._notes: list[Note] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self._linger_s = linger_s
@@ -197,6 +199,7 @@ class Driver:
                 self._loop.call_soon(self._linger)
 
     def _linger(self) -> None:
+        self.write_notes()
         if not self._closed and time.monotonic() < self._linger_until:
             self._loop.call_soon(self._linger)
         else:
@@ -209,6 +212,7 @@ class Driver:
     def close(self) -> None:
         """Take no more events. May be repeated."""
         self._closed = True
+        self.write_notes()
         self._watch.close()
         if self._turn is not None:
             self._turn.cancel()
@@ -238,7 +242,6 @@ class Driver:
             self._break(exc)
             return
         self._set_timer()
-        self.around.log.flush()
 
     def _carry_out(self, records: list[Record], actions: list[Action]) -> None:
         if records:
@@ -247,20 +250,38 @@ class Driver:
             except JournalError as exc:
                 self._fail(records, actions, exc)
                 return
-        handlers = self._handlers
-        notes: list[Note] = []
+        handlers, notes = self._handlers, self._notes
         for action in actions:
             if action.__class__ is Note:
                 notes.append(action)
             else:
                 handlers[action.__class__](action)
-        # Clients have their answers and go on while the lines are written.
-        for note in notes:
-            self._note(note)
+        if notes and not self._linger_until:
+            self._loop.call_soon(self.write_notes)
+
+    def write_notes(self) -> None:
+        """Add the lines that are due to the log and the history.
+
+        A turn of its own comes here: uvloop writes to the sockets when a turn ends, and clients go
+        on with their answers while the lines are written.
+        """
+        if not self._notes:
+            return
+        notes, self._notes = self._notes, []
+        around, now_unix = self.around, time.time()
+        try:
+            for note in notes:
+                around.history.append(note.kind, note.level, note.facts, now_unix)
+                around.log.write(note.level, note.kind, note.facts)
+        except Exception as exc:
+            self._break(exc)
+            return
+        around.log.flush()
 
     def _fail(self, records: list[Record], actions: list[Action], exc: JournalError) -> None:
         reason = Reason(cause=Cause.JOURNAL, text=str(exc))
         self.around.log.write("error", "journal", {"reason": reason.text})
+        self.around.log.flush()
         self.post(RecordsFailed(records=tuple(records), actions=tuple(actions), failure=reason))
 
     def _set_timer(self) -> None:
@@ -281,6 +302,7 @@ class Driver:
 
     def _break(self, exc: Exception) -> None:
         """An invariant is broken: tell the story and stop; nothing more is done from this state."""
+        self.write_notes()
         log = self.around.log
         for at, event in self.machine.story:
             log.write("error", "story", {"at": at, "event": repr(event)})
@@ -338,13 +360,13 @@ class Driver:
         if self.clients is not None:
             self.clients.deliver(action)
 
-    def _note(self, note: Note) -> None:
-        self.around.history.append(note.kind, note.level, note.facts, time.time())
-        self.around.log.write(note.level, note.kind, note.facts)
-
     def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
         """Add a line to the log and the history that does not come from the core."""
-        self._note(Note(kind=kind, level=level, facts=facts))
+        self._notes.append(Note(kind=kind, level=level, facts=facts))
+        if self._closed:
+            self.write_notes()
+        else:
+            self._loop.call_soon(self.write_notes)
 
     def _watch_process(self, action: WatchProcess) -> None:
         try:

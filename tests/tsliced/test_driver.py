@@ -22,6 +22,7 @@ from in_process import (
     HOST,
     LIMIT_S,
     MIB,
+    FakeClients,
     FakeDevices,
     Inside,
     inside,
@@ -31,6 +32,7 @@ from in_process import (
 )
 
 from tsliced.core.actions import (
+    ConfirmRelease,
     EndProcesses,
     EndSession,
     Grant,
@@ -58,8 +60,10 @@ from tsliced.core.model import (
     Reason,
     SessionId,
 )
+from tsliced.driver import ClientAction
 from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import DeviceError, DevicesError
+from tsliced.host.history import Fact
 from tsliced.host.journal import JournalError
 from tsliced.host.journal_error import JournalCode
 from tsliced.host.processes import identify
@@ -416,7 +420,7 @@ def test_a_process_that_cannot_be_signalled_is_named(
             monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
             action = EndProcesses(processes=(rank,), kill=False)
             daemon.driver._carry_out([], [action])
-            daemon.driver.around.log.flush()
+            daemon.driver.write_notes()
             line = daemon.log.getvalue()
             assert f"pid={rank.pid}" in line
             assert "SIGTERM could not be sent: Operation not permitted" in line
@@ -518,6 +522,52 @@ def test_a_driver_without_clients_goes_on(tmp_path: Path) -> None:
         daemon.driver.clients = None
         daemon.ask(daemon.open("a"))
         await until(lambda: daemon.machine.leasing.leases, "it is granted")
+
+    tell(tmp_path, story)
+
+
+def test_clients_have_their_answers_a_turn_before_the_lines_about_them(tmp_path: Path) -> None:
+    async def story(daemon: Inside) -> None:
+        history = daemon.driver.around.history
+        known_next_turn: list[Fact] = []
+
+        def look() -> None:
+            known_next_turn.extend(event["kind"] for event in history.since(None, 1000).events)
+
+        class Clients(FakeClients):
+            def deliver(self, action: ClientAction) -> None:
+                super().deliver(action)
+                asyncio.get_running_loop().call_soon(look)
+
+        session = daemon.open("a")
+        grant = await daemon.grant(session)
+        daemon.driver.clients = clients = Clients()
+        daemon.release(session, grant.lease)
+        await until(lambda: "released" in daemon.log.getvalue(), "it is in the log")
+        assert clients.of(ConfirmRelease)
+        assert "granted" in known_next_turn
+        assert "released" not in known_next_turn
+        assert history.since(None, 1).events[0]["kind"] == "released"
+
+    tell(tmp_path, story)
+
+
+def test_lines_that_are_due_when_the_driver_closes_are_not_lost(tmp_path: Path) -> None:
+    async def story(daemon: Inside) -> None:
+        daemon.driver.note("first", "info")
+        daemon.driver.close()
+        assert "first" in daemon.log.getvalue()
+        daemon.driver.note("second", "info")
+        assert "second" in daemon.log.getvalue()
+
+    tell(tmp_path, story)
+
+
+def test_lines_that_cannot_be_made_end_the_daemon(tmp_path: Path) -> None:
+    async def story(daemon: Inside) -> None:
+        daemon.driver.note("wrong", "no such level")
+        await asyncio.wait_for(daemon.broken.wait(), LIMIT_S)
+        assert isinstance(daemon.driver.broken, KeyError)
 
     tell(tmp_path, story)
 

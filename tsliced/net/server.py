@@ -454,6 +454,7 @@ class Server:
         self._send_whole(client, reply(request.id, ranks=self._status.ranks()))
 
     def _on_events(self, client: Client, request: EventsQuery) -> None:
+        self._driver.write_notes()
         history, limit = self._driver.around.history, request.limit
         while True:
             page = history.since(request.since, limit)
