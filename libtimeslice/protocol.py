@@ -240,14 +240,14 @@ else:
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass_transform(frozen_default=True)
 def _value(cls: type[T]) -> type[T]:
     """Makes a dataclass that is frozen for the type checker alone.
 
-    A dataclass that is frozen at run time takes more than twice as long to be made, and the daemon
-    makes one for each request.
+    A dataclass that is frozen at run time takes more than twice as long to be made, and so does one
+    whose fields are given as keywords. The daemon makes one for each request.
     """
-    return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)
+    return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 @_value
@@ -484,23 +484,19 @@ def _parse_acquire(message: Message) -> Acquire:
     arrive = get("arrive", "all")
     if arrive != "all" and arrive != "first":
         refuse_field(message, "arrive", "must be 'all' or 'first'")
+    # Most are absent, and a call to find that out costs as much as the rest.
     return Acquire(
-        id=id_field(message),
-        groups=groups_field(message),
-        # Most are absent, and a call to find that out costs as much as the rest.
-        phase=None if get("phase") is None else name_field(message, "phase"),
-        ranks=None if get("ranks") is None else int_field(message, "ranks", 1, MAX_RANKS),
-        arrive=arrive,
-        timeout_s=(
-            None
-            if get("timeout_s") is None
-            else number_field(message, "timeout_s", 0, MAX_TIMEOUT_S)
-        ),
+        id_field(message),
+        groups_field(message),
+        None if get("phase") is None else name_field(message, "phase"),
+        None if get("ranks") is None else int_field(message, "ranks", 1, MAX_RANKS),
+        arrive,
+        None if get("timeout_s") is None else number_field(message, "timeout_s", 0, MAX_TIMEOUT_S),
     )
 
 
 def _parse_release(message: Message) -> Release:
-    return Release(id=id_field(message), lease=text_field(message, "lease"))
+    return Release(id_field(message), text_field(message, "lease"))
 
 
 def _parse_hello(message: Message) -> Hello:

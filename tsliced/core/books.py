@@ -32,13 +32,16 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.core.remedies import out_of_fault
-from tsliced.core.rounds import Round, RoundState
+from tsliced.core.rounds import HELD, Round
 from tsliced.core.sessions import Lease, Session
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
 from tsliced.core.timers import TimerKey, TimerKind, Timers
+from tsliced.core.value import maker
 
 K = TypeVar("K")
+
+_make_grant, _make_note = maker(Grant), maker(Note)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,7 +191,7 @@ class Books:
         """Answer an acquire, for the first time or again."""
         round_ = self.rounds[lease.round]
         self.out.append(
-            Grant(
+            _make_grant(
                 session=lease.session,
                 request=lease.request,
                 lease=lease.id,
@@ -204,7 +207,7 @@ class Books:
     def tell_contended(self, group: GroupName) -> None:
         """Tell who holds a group that its waiters have come or gone."""
         round_ = self.chosen_for(group)
-        if round_ is None or round_.state is not RoundState.HELD:
+        if round_ is None or round_.state is not HELD:
             return
         for lease in round_.members.values():
             self.out.append(
@@ -260,20 +263,20 @@ class Books:
     def note_granted(self, lease: Lease) -> None:
         """Note that a lease is held."""
         round_ = self.rounds[lease.round]
-        facts = {
-            **self._facts(lease),
-            "token": lease.tokens[0][1].as_int(),
-            "phase": lease.phase or None,
-            "waited_s": lease.granted_at - lease.asked_at,
-            "restored": round_.restored,
-            "switch_s": _switch_s(lease, round_),
-        }
-        self.out.append(Note(kind="granted", level=_level(lease), facts=facts))
+        facts = self._facts(lease)
+        facts["token"] = lease.tokens[0][1].as_int()
+        facts["phase"] = lease.phase or None
+        facts["waited_s"] = lease.granted_at - lease.asked_at
+        facts["restored"] = round_.restored
+        facts["switch_s"] = _switch_s(lease, round_)
+        self.out.append(_make_note(kind="granted", level=_level(lease), facts=facts))
 
     def note_released(self, lease: Lease, code: str, now: float) -> None:
         """Note that a lease is held no longer."""
-        facts = {**self._facts(lease), "held_s": now - lease.granted_at, "cause": code}
-        self.out.append(Note(kind="released", level=_level(lease), facts=facts))
+        facts = self._facts(lease)
+        facts["held_s"] = now - lease.granted_at
+        facts["cause"] = code
+        self.out.append(_make_note(kind="released", level=_level(lease), facts=facts))
 
     def _facts(self, lease: Lease) -> dict[str, str | int | float | bool | None]:
         groups = lease.groups[0] if len(lease.groups) == 1 else ",".join(lease.groups)

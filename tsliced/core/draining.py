@@ -20,12 +20,12 @@ from tsliced.core.arbiter import Arbiter
 from tsliced.core.books import Books
 from tsliced.core.coordinator import Place
 from tsliced.core.model import Cause, Drain, GroupName, Reason, RoundId
-from tsliced.core.rounds import Round, RoundState
+from tsliced.core.rounds import ASIDE, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.tenancies import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
 #: States of a round that has or wants its groups and is not granted.
-_ON_ITS_WAY = frozenset({RoundState.QUEUED, RoundState.MOVING, RoundState.GRANTING})
+_ON_ITS_WAY = frozenset({QUEUED, MOVING, GRANTING})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Draining(Books):
             return False
         for name in round_.groups:
             self.leave(self.arbiters[name], round_)
-        round_.state, round_.reserved = RoundState.ASIDE, 0
+        round_.state, round_.reserved = ASIDE, 0
         self.aside[round_.id] = None
         text = f"group {group} is drained by {self.drains[group].by}: nobody is let in"
         self.tell_stalled(round_, round_.job, Reason(cause=Cause.DRAINED, text=text))
@@ -93,7 +93,7 @@ class Draining(Books):
         ]
         for round_ in back:
             del self.aside[round_.id]
-            round_.state, round_.stalled = RoundState.QUEUED, None
+            round_.state, round_.stalled = QUEUED, None
         return sorted(back, key=lambda round_: round_.place)
 
     # --- groups that are left -----------------------------------------------------------------
@@ -106,7 +106,7 @@ class Draining(Books):
             self.todo.append(arbiter.name)
         elif waiters and not arbiter.queue:
             self.tell_contended(arbiter.name)
-        if round_.state is not RoundState.HELD:
+        if round_.state is not HELD:
             self.vacated[arbiter.name] = None
 
     def spare(self, group: GroupName, now: float) -> None:
@@ -154,8 +154,8 @@ class Draining(Books):
     def check_drains(self) -> None:
         """Assert what must hold between any two events."""
         for round_id in self.aside:
-            assert self.rounds[round_id].state is RoundState.ASIDE
+            assert self.rounds[round_id].state is ASIDE
         for group in self.drains:
             chosen = self.chosen_for(group)
             assert not self.arbiters[group].queue, "nobody waits for a drained group in its queue"
-            assert chosen is None or chosen.state is RoundState.HELD, "nobody is let onto it"
+            assert chosen is None or chosen.state is HELD, "nobody is let onto it"

@@ -38,8 +38,8 @@ from tsliced.core.model import (
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
 from tsliced.core.remedies import Standstill, out_of_block, out_of_fault, out_of_pin
-from tsliced.core.rounds import Round, RoundState
-from tsliced.core.sessions import Lease, LeaseState
+from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
+from tsliced.core.sessions import LEASE_HELD, LEASE_WAITING, Lease
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
 from tsliced.core.tenancies import Bound, Outcome, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
@@ -103,15 +103,15 @@ class Granting(Draining):
 
     def take_place(self, round_: Round, now: float) -> None:
         """Let a round queue once it is complete."""
-        placed = round_.state is RoundState.GATHERING
+        placed = round_.state is GATHERING
         if placed:
             if not round_.complete(round_.ranks - round_.lost):
                 return
             self.last_place += 1
-            round_.state, round_.asked_at = RoundState.QUEUED, now
+            round_.state, round_.asked_at = QUEUED, now
             round_.place = self.last_place
         self.advance(round_, now)
-        if placed and round_.state is not RoundState.HELD:
+        if placed and round_.state is not HELD:
             # The place is all its members'; none is left here if it was refused at once.
             for lease in round_.members.values():
                 self.keep_lease(lease)
@@ -122,15 +122,15 @@ class Granting(Draining):
 
     def advance(self, round_: Round, now: float) -> None:
         """Take a round as far as it can go now."""
-        if round_.state is RoundState.QUEUED and self._reserve(round_, now):
-            round_.state, round_.switch_began_at = RoundState.MOVING, now
-        if round_.state in (RoundState.MOVING, RoundState.GRANTING):
+        if round_.state is QUEUED and self._reserve(round_, now):
+            round_.state, round_.switch_began_at = MOVING, now
+        if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
             at_fault = round_.job in self.faults
             settled = not at_fault and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
-            round_.state = RoundState.GRANTING if clear else RoundState.MOVING
-        if round_.state is RoundState.GRANTING:
+            round_.state = GRANTING if clear else MOVING
+        if round_.state is GRANTING:
             self._grant_round(round_, now)
 
     def _reserve(self, round_: Round, now: float) -> bool:
@@ -218,7 +218,7 @@ class Granting(Draining):
             holder = self.chosen_for(group)
             if holder is None or holder.job != tenancy.key.job:
                 continue
-            if holder.state is RoundState.HELD:
+            if holder.state is HELD:
                 # A process of it reaches from what its job holds to what others want.
                 text = f"it holds {group}, and a process of it has contexts elsewhere too"
                 rank = next(iter(tenancy.beyond.values()), None)
@@ -250,9 +250,8 @@ class Granting(Draining):
             return
         for group in round_.groups:
             assert self.arbiters[group].chosen == round_.id, "a grant is of groups that it has"
-            alone = self.tenancies.alone_on(group, round_.job)
-            assert alone, "nobody else is on the devices at a grant"
-        round_.state = RoundState.HELD
+            self.tenancies.assert_alone(group, round_.job)
+        round_.state = HELD
         round_.tokens = tuple(zip(round_.groups, tokens, strict=True))
         for lease in round_.members.values():
             self.hold(lease, now)
@@ -260,7 +259,7 @@ class Granting(Draining):
     def hold(self, lease: Lease, now: float) -> None:
         """Let a lease have what its round holds."""
         lease.tokens = self.rounds[lease.round].tokens
-        lease.state, lease.granted_at = LeaseState.HELD, now
+        lease.state, lease.granted_at = LEASE_HELD, now
         self.stop_clock(lease)
         if now > lease.asked_at:
             self.await_confirmation(lease, now)
@@ -271,7 +270,7 @@ class Granting(Draining):
     def hold_rest(self, round_: Round, now: float) -> None:
         """After a restart: let those of a held round hold it too whose grant was not written."""
         for lease in round_.members.values():
-            if lease.state is LeaseState.WAITING:
+            if lease.state is LEASE_WAITING:
                 self.hold(lease, now)
 
     # --- the end of a lease -------------------------------------------------------------------
@@ -281,7 +280,7 @@ class Granting(Draining):
     ) -> None:
         """End a lease, and let whoever waits for what it had go on."""
         round_ = self.rounds[lease.round]
-        if lease.state is LeaseState.HELD:
+        if lease.state is LEASE_HELD:
             self.note_released(lease, code, now)
         else:
             # It may ask again and belong to the same round.
@@ -297,7 +296,7 @@ class Granting(Draining):
         self.aside.pop(round_.id, None)
         if round_.hold_from is not None:
             self.timers.clear(TimerKey(TimerKind.HOLD, round_.id))
-        if round_.state is not RoundState.GATHERING:
+        if round_.state is not GATHERING:
             # Only then is anything free: who is chosen for one group goes on to the next.
             for group in round_.groups:
                 self.leave(self.arbiters[group], round_)
@@ -305,7 +304,7 @@ class Granting(Draining):
             tenancy = self.tenancies.all[key]
             if tenancy.participant.beyond:
                 self.todo.extend(tenancy.reach)
-        if round_.state is not RoundState.HELD or round_.job not in self.by_job:
+        if round_.state is not HELD or round_.job not in self.by_job:
             self.tidy(round_.job)
 
     # --- what coordinators say ----------------------------------------------------------------
@@ -349,7 +348,7 @@ class Granting(Draining):
         if tenancy is None or tenancy.coordinator.place is not Place.OFF:
             return
         if tenancy.participant.ranks and any(
-            r.id in self.rounds and r.state is RoundState.HELD and r.job == key.job for r in chosen
+            r.id in self.rounds and r.state is HELD and r.job == key.job for r in chosen
         ):
             self.out += self.tenancies.admit(key, now=now)
 
@@ -359,7 +358,7 @@ class Granting(Draining):
         if reason.cause is Cause.CANCELLED or self._is_gone(reason):
             return
         for round_ in chosen:
-            if round_.job == key.job or round_.state is not RoundState.MOVING:
+            if round_.job == key.job or round_.state is not MOVING:
                 continue
             tries = round_.evict_tries[key] = round_.evict_tries.get(key, 0) + 1
             enough = tries >= self.limits.max_evict_tries and not reason.is_ours
@@ -467,7 +466,7 @@ class Granting(Draining):
 
     def _refuse_round(self, round_: Round, code: str, text: str, now: float) -> None:
         for lease in list(round_.members.values()):
-            if lease.state is LeaseState.HELD:
+            if lease.state is LEASE_HELD:
                 self.take_away(lease, text, now)
             else:
                 self.refuse_lease(lease, code, text, now)
@@ -484,7 +483,7 @@ class Granting(Draining):
         for lease in self.leases.values():
             assert self.sessions[lease.session].leases[lease.request] is lease
             assert self.rounds[lease.round].members[lease.id] is lease
-            assert (lease.state is LeaseState.HELD) == bool(lease.tokens)
+            assert (lease.state is LEASE_HELD) == bool(lease.tokens)
         uids = Counter(self.sessions[lease.session].job.uid for lease in self.leases.values())
         assert self.leases_by_uid == uids, "who has how many leases"
 
@@ -492,13 +491,13 @@ class Granting(Draining):
         assert round_.members, "a round without members is over"
         has = [group for group in round_.groups if self.arbiters[group].chosen == round_.id]
         assert has == list(round_.groups[: round_.reserved]), "it takes its groups in their order"
-        if round_.state is RoundState.QUEUED:
+        if round_.state is QUEUED:
             group = round_.groups[round_.reserved]
             assert round_.id in self.arbiters[group].queue, "it waits for the next one"
-        elif round_.state is RoundState.ASIDE:
+        elif round_.state is ASIDE:
             assert round_.id in self.aside, "it is known to wait for a group that is drained"
-        elif round_.state is not RoundState.GATHERING:
+        elif round_.state is not GATHERING:
             assert round_.reserved == len(round_.groups), "it has all of its groups"
         states = {lease.state for lease in round_.members.values()}
-        held = round_.state is RoundState.HELD
-        assert states == {LeaseState.HELD if held else LeaseState.WAITING}
+        held = round_.state is HELD
+        assert states == {LEASE_HELD if held else LEASE_WAITING}

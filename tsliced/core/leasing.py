@@ -37,11 +37,22 @@ from tsliced.core.model import (
     RoundId,
     SessionId,
 )
-from tsliced.core.rounds import Gang, Round, RoundState
-from tsliced.core.sessions import RELEASED, Lease, LeaseState, Session, lease_name
+from tsliced.core.rounds import GATHERING, HELD, Gang, Round
+from tsliced.core.sessions import (
+    LEASE_HELD,
+    LEASE_WAITING,
+    RELEASED,
+    Lease,
+    Session,
+    lease_name,
+)
 from tsliced.core.timers import TimerKey, TimerKind
+from tsliced.core.value import maker
 
 NO_ROUND = RoundId(0)
+
+_make_lease, _make_round = maker(Lease), maker(Round)
+_make_release = maker(ConfirmRelease)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +112,7 @@ class Leasing(Holding):
         if session is None:
             return
         # Those that wait come first, so that none of them is granted what the others leave.
-        leases = sorted(session.leases.values(), key=lambda lease: lease.state is LeaseState.HELD)
+        leases = sorted(session.leases.values(), key=lambda lease: lease.state is LEASE_HELD)
         for lease in leases:
             self.end_lease(lease, code="lease_ended", text=text, now=now)
         self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
@@ -123,11 +134,11 @@ class Leasing(Holding):
             if not gang.sessions:
                 del of_job[groups]
             for round_ in self._live(gang):
-                if round_.state is RoundState.GATHERING:
+                if round_.state is GATHERING:
                     # The one that all others waited for may be the one that is gone.
                     round_.lost = gang.lost
                     self.take_place(round_, now)
-                if round_.state is RoundState.GATHERING:
+                if round_.state is GATHERING:
                     for lease in round_.members.values():
                         self.keep_lease(lease)
         if not of_job:
@@ -149,7 +160,7 @@ class Leasing(Holding):
         lease_id = lease_name(event.session, event.request)
         lease = session.leases.get(event.request)
         if lease is not None:
-            if lease.state is LeaseState.HELD:
+            if lease.state is LEASE_HELD:
                 self.await_confirmation(lease, now)
                 self.tell_granted(lease)
             else:
@@ -216,7 +227,7 @@ class Leasing(Holding):
         now: float,
     ) -> None:
         round_ = self._round_for(session, groups, event.ranks, event.arrival, now)
-        lease = Lease(
+        lease = _make_lease(
             id=lease_id,
             session=session.id,
             request=event.request,
@@ -228,12 +239,12 @@ class Leasing(Holding):
             asked_at=now,
         )
         self.put_lease(session, lease, round_)
-        if round_.state is RoundState.HELD:
+        if round_.state is HELD:
             self.hold(lease, now)
             return
         place = round_.place
         self.take_place(round_, now)
-        if lease.state is LeaseState.HELD or lease.id not in self.leases:
+        if lease.state is LEASE_HELD or lease.id not in self.leases:
             return
         if round_.place == place:
             self.keep_lease(lease)
@@ -263,7 +274,7 @@ class Leasing(Holding):
                     round_.lost = min(round_.lost, gang.lost)
                     return round_
         self.last_round = RoundId(self.last_round + 1)
-        round_ = Round(
+        round_ = _make_round(
             id=self.last_round,
             job=session.job,
             groups=groups,
@@ -302,7 +313,7 @@ class Leasing(Holding):
             return
         session.heard_at = now
         lease = self.leases.get(event.lease)
-        if lease is not None and lease.session == session.id and lease.state is LeaseState.HELD:
+        if lease is not None and lease.session == session.id and lease.state is LEASE_HELD:
             waiters = self.waiters_of(lease)
             deferred = waiters == 0
             self.end_lease(lease, code=RELEASED, text="it was released", now=now, waiters=waiters)
@@ -316,7 +327,7 @@ class Leasing(Holding):
         else:
             waiters, deferred = ended.waiters, ended.deferred
         self.out.append(
-            ConfirmRelease(
+            _make_release(
                 session=session.id, request=event.request, waiters=waiters, deferred=deferred
             )
         )
@@ -328,7 +339,7 @@ class Leasing(Holding):
             self.refuse(event.session, event.request, "session_unknown", "connect again")
             return
         lease = session.leases.get(event.acquire)
-        if lease is not None and lease.state is LeaseState.WAITING:
+        if lease is not None and lease.state is LEASE_WAITING:
             self.refuse_lease(lease, "cancelled", "it was cancelled", now)
         ended = session.ended.get(lease_name(session.id, event.acquire))
         cancelled = ended is not None and ended.code == "cancelled"
@@ -353,7 +364,7 @@ class Leasing(Holding):
     def on_acquire_due(self, lease_id: LeaseId, now: float) -> None:
         """An acquire's time is over."""
         lease = self.leases.get(lease_id)
-        if lease is not None and lease.state is LeaseState.WAITING:
+        if lease is not None and lease.state is LEASE_WAITING:
             text = f"not granted within {now - lease.asked_at:.1f} s"
             if stalled := self.rounds[lease.round].stalled:
                 text += f": {stalled}"
@@ -379,7 +390,7 @@ class Leasing(Holding):
         session = self.sessions.get(session_id)
         if session is None:
             return
-        holds = any(lease.state is LeaseState.HELD for lease in session.leases.values())
+        holds = any(lease.state is LEASE_HELD for lease in session.leases.values())
         if self.tenancies.holds_still(session.process) and not holds:
             # It may be our doing that it does not come. But a holder keeps others waiting.
             self.await_return(session_id, now)

@@ -86,6 +86,7 @@ from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
 from tsliced.core.timers import TimerKey, TimerKind, Timers
 from tsliced.core.unwritten import Unwritten
+from tsliced.core.value import maker
 
 if TYPE_CHECKING:
     from random import Random
@@ -103,6 +104,8 @@ RECORDS = (
     DrainRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
+
+_make_effects = maker(Effects)
 
 #: Timers of which there is one.
 _NUMBERS = TimerKey(TimerKind.NUMBERS, OpId(0))
@@ -274,15 +277,16 @@ class Machine:
         records: list[Record] = []
         actions: list[Action] = []
         for effect in out:
-            if type(effect) in _IS_RECORD:
+            kind = effect.__class__
+            if kind in _IS_RECORD:
                 records.append(effect)  # type: ignore[arg-type]  # that is what was asked
             else:
                 actions.append(effect)  # type: ignore[arg-type]  # signals never come this far
-                if type(effect) is StartOperation:
-                    self.alarms.arm(effect)
+                if kind is StartOperation:
+                    self.alarms.arm(effect)  # type: ignore[arg-type]  # that is what was asked
         if self.unwritten and records and add_unwritten:
             records = self.unwritten.take_with(records)
-        return Effects(records=tuple(records), actions=tuple(actions))
+        return _make_effects(records=tuple(records), actions=tuple(actions))
 
     # --- events that concern several machines -------------------------------------------------
 

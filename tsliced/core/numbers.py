@@ -40,6 +40,8 @@ class Numbers:
             self._short_of = max(self._short_of, count)
             return None
         first, self._next = self._next, self._next + count
+        if count == 1:
+            return [Counter(self.generation, first)]
         return [Counter(self.generation, number) for number in range(first, self._next)]
 
     def take_op(self) -> OpId:

@@ -38,6 +38,13 @@ class RoundState(Enum):
     HELD = "held"
 
 
+#: Python 3.11 takes as long to look a member up in its enum as to call a function, and every
+#: request asks for the states a dozen times.
+GATHERING, QUEUED, ASIDE, MOVING, GRANTING, HELD = RoundState
+
+_FIRST = Arrival.FIRST
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Round:
     """A job's joint request."""
@@ -90,7 +97,7 @@ class Round:
 
     def complete(self, live_ranks: int) -> bool:
         """Whether it can take its place in the queue."""
-        if self.arrival is Arrival.FIRST:
+        if self.arrival is _FIRST:
             return bool(self.members)
         return len(self.members) >= max(1, min(self.ranks, live_ranks))
 

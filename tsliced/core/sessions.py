@@ -22,6 +22,10 @@ from tsliced.core.model import (
     SessionId,
     Token,
 )
+from tsliced.core.value import maker
+
+_make_lease_record = maker(LeaseRecord)
+_make_lease_ended_record = maker(LeaseEndedRecord)
 
 #: `LeaseEndedRecord.code` of a lease that ended as it should.
 RELEASED = "released"
@@ -37,6 +41,10 @@ class LeaseState(Enum):
 
     WAITING = "waiting"
     HELD = "held"
+
+
+#: As with `RoundState`.
+LEASE_WAITING, LEASE_HELD = LeaseState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +70,7 @@ class Lease:
 
     def record(self, *, place: int, lost: int) -> LeaseRecord:
         """Return what must be kept of this lease and, in it, of its round."""
-        return LeaseRecord(
+        return _make_lease_record(
             lease=self.id,
             session=self.session,
             request=self.request,
@@ -128,7 +136,7 @@ class Session:
         slot = len(self.ended)
         while len(self.ended) >= limit:
             slot = self.ended.pop(next(iter(self.ended))).slot
-        record = LeaseEndedRecord(
+        record = _make_lease_ended_record(
             lease=lease,
             session=self.id,
             request=request,

@@ -63,6 +63,9 @@ from tsliced.core.signals import (
     Report,
 )
 
+#: As with `RoundState`: every grant asks for it.
+_ON = Place.ON
+
 Outcome = Evicted | EvictionFailed | Admitted | AdmissionFailed | Blocked
 
 
@@ -105,7 +108,7 @@ class Tenancy:
     @property
     def ready(self) -> bool:
         """Whether its job may be granted what it covers."""
-        return self.coordinator.place is Place.ON
+        return self.coordinator.place is _ON
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +122,8 @@ class Tenancies:
     limits: CoreLimits
     all: dict[TenancyKey, Tenancy] = field(default_factory=dict)
     by_job: dict[JobKey, dict[TenancyKey, None]] = field(default_factory=dict)
-    by_group: dict[GroupName, dict[TenancyKey, None]] = field(init=False)
+    #: By each group on whose devices it may be.
+    by_group: dict[GroupName, dict[TenancyKey, Tenancy]] = field(init=False)
     home: dict[ProcessId, TenancyKey] = field(default_factory=dict)
     #: Steps in flight, and operations with the process that they are for.
     steps: dict[OpId, TenancyKey] = field(default_factory=dict)
@@ -207,29 +211,32 @@ class Tenancies:
         self.all[key] = tenancy
         self.by_job.setdefault(key.job, {})[key] = None
         for group in key.groups:
-            self.by_group[group][key] = None
+            self.by_group[group][key] = tenancy
         return tenancy
 
     def residents(self, group: GroupName) -> list[Tenancy]:
         """Return the tenancies whose state must be assumed to be on the group's devices."""
-        return [t for key in self.by_group[group] if (t := self.all[key]).resident]
+        return [tenancy for tenancy in self.by_group[group].values() if tenancy.resident]
 
-    def alone_on(self, group: GroupName, job: JobKey) -> bool:
-        """Whether nobody but the job is on the group's devices."""
-        return all(key.job == job or not self.all[key].resident for key in self.by_group[group])
+    def assert_alone(self, group: GroupName, job: JobKey) -> None:
+        """Assert that nobody but the job is on the group's devices, as every grant does."""
+        for tenancy in self.by_group[group].values():
+            assert tenancy.key.job == job or not tenancy.resident, f"{tenancy.key} is there too"
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
         """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
-        own = self.all.get(TenancyKey(job, groups))
-        if own is None or not own.ready or own.beyond:
-            return False
+        covered = False
         for group in groups:
-            for key in self.by_group[group]:
-                other = self.all[key]
-                # Another one of the job is here because a rank of it binds the groups.
-                if other is not own and (key.job == job or other.resident):
+            for tenancy in self.by_group[group].values():
+                if tenancy.key.job != job:
+                    if tenancy.resident:
+                        return False
+                elif tenancy.key.groups != groups or not tenancy.ready or tenancy.beyond:
+                    # Another one of the job is here because a rank of it binds the groups.
                     return False
-        return True
+                else:
+                    covered = True
+        return covered
 
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
         parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]
@@ -351,7 +358,7 @@ class Tenancies:
         rank = tenancy.participant.ranks[process]
         for group in self._in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
             tenancy.beyond[group] = rank.id
-            self.by_group[group][key] = None
+            self.by_group[group][key] = tenancy
 
     def _home_for(self, job: JobKey, on: set[GroupName]) -> TenancyKey:
         keys = self.by_job.get(job, {})

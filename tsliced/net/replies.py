@@ -26,11 +26,14 @@ def job_message(job: JobKey) -> Message:
 
 
 def _grant(action: Grant) -> Message:
+    tokens = {}
+    for group, token in action.tokens:
+        tokens[group] = token.as_int()
     return {
         "re": action.request,
         "lease": action.lease,
-        "groups": [group for group, _ in action.tokens],
-        "tokens": {group: token.as_int() for group, token in action.tokens},
+        "groups": list(tokens),
+        "tokens": tokens,
         "waited_s": action.waited_s,
         "restored": action.restored,
         "switch_s": action.switch_s,

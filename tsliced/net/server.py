@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from hmac import compare_digest
-from typing import Any, cast
+from typing import Any
 
 from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
 from libtimeslice.protocol import (
@@ -67,6 +67,7 @@ from tsliced.core.model import (
     SessionId,
 )
 from tsliced.core.sessions import LeaseState
+from tsliced.core.value import maker
 from tsliced.driver import ClientAction, Driver
 from tsliced.host.history import Follower
 from tsliced.host.membership import Membership
@@ -96,6 +97,14 @@ EMPTY_CACHE_LIMIT_S = 5.0
 #: Events that wait for one follower; beyond that it loses some and is told how many.
 FOLLOW_LIMIT = 4096
 FOLLOW_BATCH = 256
+
+#: By its name on the wire.
+_ARRIVALS = {arrival.value: arrival for arrival in Arrival}
+
+# Their fields come from the wire and are checked; a call of each type that only the type checker
+# knows costs more than to make the event.
+_make_acquire: Callable[..., AcquireRequested] = maker(AcquireRequested)
+_make_release: Callable[..., ReleaseRequested] = maker(ReleaseRequested)
 
 
 @dataclass(slots=True, eq=False)
@@ -351,13 +360,13 @@ class Server:
             last = len(self._order)
             groups = tuple(sorted(groups, key=lambda g: self._order.get(GroupName(g), last)))
         self._driver.post_request(
-            AcquireRequested(
+            _make_acquire(
                 session=client.session,
-                request=RequestId(request.id),
-                groups=cast("tuple[GroupName, ...]", groups),
+                request=request.id,
+                groups=groups,
                 phase=request.phase or "",
                 ranks=request.ranks or 1,
-                arrival=Arrival.FIRST if request.arrive == "first" else Arrival.ALL,
+                arrival=_ARRIVALS[request.arrive],
                 timeout_s=request.timeout_s,
             )
         )
@@ -365,11 +374,7 @@ class Server:
     def _on_release(self, client: Client, request: Release) -> None:
         if self._count(client, request.id):
             self._driver.post_request(
-                ReleaseRequested(
-                    session=client.session,
-                    request=RequestId(request.id),
-                    lease=LeaseId(request.lease),
-                )
+                _make_release(session=client.session, request=request.id, lease=request.lease)
             )
 
     def _on_ack(self, client: Client, request: Ack) -> None:

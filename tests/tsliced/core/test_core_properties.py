@@ -61,14 +61,14 @@ def grant_beside_others(patch: pytest.MonkeyPatch) -> None:
     """Whoever has a group is granted it, whatever is on the devices."""
     patch.setattr(Granting, "_clear_devices", lambda _self, _round, _now: True)
     patch.setattr(Tenancies, "settled", lambda _self, _job, _groups: True)
-    patch.setattr(Tenancies, "alone_on", lambda _self, _group, _job: True)
+    patch.setattr(Tenancies, "assert_alone", lambda _self, _group, _job: None)
 
 
 def restore_beside_others(patch: pytest.MonkeyPatch) -> None:
     """Nobody who is already there is sent away before a restore, nor does it mind."""
     patch.setattr(Tenancies, "residents", lambda _self, _group: [])
     patch.setattr(Participant, "_refuse_company", lambda _self, _found: None)
-    patch.setattr(Tenancies, "alone_on", lambda _self, _group, _job: True)
+    patch.setattr(Tenancies, "assert_alone", lambda _self, _group, _job: None)
 
 
 def hold_for_several(patch: pytest.MonkeyPatch) -> None:

@@ -474,7 +474,7 @@ def test_broken_invariants_are_found() -> None:
     del registry.by_group[G2][key]
     with pytest.raises(AssertionError, match="found by each group"):
         registry.check_invariants()
-    registry.by_group[G2][key] = None
+    registry.by_group[G2][key] = registry.all[key]
     registry.by_job[A][TenancyKey(A, (GroupName("g1"),))] = None
     with pytest.raises(AssertionError, match="share a group"):
         registry.check_invariants()
