@@ -35,7 +35,14 @@ from tsliced.host.kept_log import LogIdentity, Replay, Segment
 from tsliced.host.kept_state import KeptState
 from tsliced.host.record_codec import make_packer
 
-__all__ = ["Journal", "JournalCode", "JournalError", "JournalLimits", "read_records"]
+__all__ = [
+    "Journal",
+    "JournalCode",
+    "JournalError",
+    "JournalLimits",
+    "check_unused",
+    "read_records",
+]
 
 T = TypeVar("T")
 
@@ -280,6 +287,11 @@ class Journal:
         except JournalError as exc:
             self.history_lost += len(batch)
             self.background_error = exc
+
+
+def check_unused(directory: Path) -> None:
+    """Raise `JournalError` (LOCKED, or that of the operating system) if a daemon has a journal."""
+    os.close(_lock(directory))
 
 
 def read_records(directory: Path, *, boot: str | None = None) -> tuple[Record, ...]:
