@@ -41,6 +41,14 @@ static int connect_to(int slot, uint64_t start_time)
     return channel;
 }
 
+/* Asked here and not by the target, which cannot tell users from each other whom its user namespace
+ * does not map: in a container, the host's root looks to it like anybody. */
+static bool is_permitted(const struct process_identity *target)
+{
+    uid_t uid = geteuid();
+    return uid == 0 || uid == target->uid;
+}
+
 enum result caller_request(int pid, const struct request *request, int *value)
 {
     struct process_identity target;
@@ -54,6 +62,9 @@ enum result caller_request(int pid, const struct request *request, int *value)
     ledger_unlock();
     if (slot == NO_SLOT)
         return RESULT_NOT_INITIALIZED;
+    if (!is_permitted(&target))
+        return (enum result)config_number("SOFTCUDA_FOREIGN_ERROR", RESULT_OPERATING_SYSTEM, 1,
+                                          999);
     int channel = connect_to(slot, target.start_time);
     if (channel < 0)
         return target_lost();

@@ -50,14 +50,6 @@ static bool is_query(const struct request *request)
     return request->operation == OPERATION_STATE || request->operation == OPERATION_THREAD;
 }
 
-static bool is_permitted(void)
-{
-    struct ucred caller;
-    socklen_t size = sizeof caller;
-    return !getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &caller, &size) &&
-           (caller.uid == 0 || caller.uid == getuid());
-}
-
 static bool is_caller_gone(int wait_ms)
 {
     struct pollfd item = {.fd = connection, .events = POLLRDHUP};
@@ -147,11 +139,6 @@ static void serve(void)
     if (recv(connection, &request, sizeof request, 0) != sizeof request ||
         request.operation > OPERATION_UNLOCK || request.pair_count > MAX_DEVICES)
         return;
-    if (!is_permitted()) {
-        send_reply((struct reply){.result = (int32_t)config_number(
-                                      "SOFTCUDA_FOREIGN_ERROR", RESULT_OPERATING_SYSTEM, 1, 999)});
-        return;
-    }
     bool query = is_query(&request);
     if (!wait_for_peers(query))
         return;

@@ -63,6 +63,7 @@ static bool identify(const char *name, struct process_identity *identity)
         return false;
     identity->pid = status_number(text, "\nTgid:", false);
     identity->innermost_pid = status_number(text, "\nNStgid:", true);
+    identity->uid = (unsigned)status_number(text, "\nUid:", false);
     snprintf(path, sizeof path, "/proc/%.20s/stat", name);
     if (*name != 's')
         snprintf(path, sizeof path, "/proc/%d/stat", identity->pid);

@@ -35,6 +35,7 @@ void sleep_ms(unsigned milliseconds);
 struct process_identity {
     int pid;           /* as seen by the reader */
     int innermost_pid; /* as the process sees itself */
+    unsigned uid;      /* as seen by the reader */
     uint64_t start_time;
 };
 

@@ -216,7 +216,11 @@ class Host:
         self._ranks: list[Rank] = []
         self._others: list[subprocess.Popen[str]] = []
         self._eye: Rank | None = None
+        self._prepare()
         self._make_devices()
+
+    def _prepare(self) -> None:
+        """Lays out what another kind of host has elsewhere."""
 
     def _make_devices(self) -> None:
         subprocess.run(
@@ -346,16 +350,24 @@ class Host:
     # --- ranks --------------------------------------------------------------------------------
 
     def rank(
-        self, job: str = "", *, program: str = "rank.py", told: bool = False, **environment: str
+        self,
+        job: str = "",
+        *,
+        program: str = "rank.py",
+        told: bool = False,
+        within: Sequence[str] = (),
+        **environment: str,
     ) -> Rank:
         """Starts a rank. What job it is of stands in its environment; or, if it is to be `told`, it
         says so to the daemon when it first connects. Without a job it says nothing at all.
+
+        `within` is a command that makes its surroundings, and then runs what it is given.
         """
         if job:
             environment["RANK_JOB" if told else "TSLICE_JOB_ID"] = job
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [*self.user, sys.executable, str(HERE / program)],
+                [*within, *self.user, sys.executable, str(HERE / program)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

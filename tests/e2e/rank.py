@@ -321,6 +321,12 @@ def fork() -> int:
 
 
 @command
+def whoami() -> dict[str, int]:
+    """Returns who this process believes to be."""
+    return {"pid": os.getpid(), "uid": os.getuid()}
+
+
+@command
 def become(uid: int) -> None:
     """Goes on as another user."""
     os.setresgid(uid, uid, uid)

@@ -40,7 +40,7 @@ class UserHost(Host):
     def __init__(self, softcuda: Path) -> None:
         super().__init__(softcuda, user=as_user(), CUDA_VISIBLE_DEVICES="1")
 
-    def _make_devices(self) -> None:
+    def _prepare(self) -> None:
         home, run = self.directory / "home", self.directory / "run"
         self.config = home / ".config" / "tsliced" / "tsliced.toml"
         self.config.parent.mkdir(parents=True)
@@ -52,7 +52,6 @@ class UserHost(Host):
         for path in (self.directory, *self.directory.rglob("*")):
             if self.user:
                 os.chown(path, GAMES, GAMES)
-        super()._make_devices()
 
     def write_config(self, path: Path, settings: Settings) -> Path:
         """Writes what this machine needs, and nothing that `--user` is to find for itself."""
