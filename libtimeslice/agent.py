@@ -71,6 +71,8 @@ class Agent:
         self._failures = 0
         self._thread: threading.Thread | None = None
         self._caps: tuple[str, ...] = ()
+        #: One for all connections: the daemon waits for a session that it knows and that is away.
+        self._session = Session()
         #: An event counter; a file object, so that what comes after its close harms no other file.
         self._bell = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._handlers: dict[str, Callable[[Message], Message]] = {
@@ -135,6 +137,7 @@ class Agent:
                 logger.debug("the agent has no connection: %s", error)
             except TimeSliceError as error:
                 logger.warning("the agent was turned away: %s", error)
+                self._session = Session()
             until = time.monotonic() + pause_s(self._failures, longest_s=_LONGEST_PAUSE_S)
             while not self._has_ended() and time.monotonic() < until:
                 self._listen(None, until)
@@ -142,8 +145,12 @@ class Agent:
 
     def _connect(self) -> Connection:
         self._connection = None
-        self._caps = self._capabilities()
-        hello = Session().hello(
+        caps = self._capabilities()
+        if caps != self._caps:
+            # What a session can do is said once.
+            self._session = Session()
+        self._caps = caps
+        hello = self._session.hello(
             client=f"libtimeslice/{__version__}",
             role="agent",
             job=self.job,
@@ -151,6 +158,7 @@ class Agent:
             ranks=None,
         )
         link = open_link(self._settings.path(), hello)
+        self._session.welcomed(link.welcome)
         connection = Connection(link.sock, reader=link.reader)
         self._connection = connection
         # `stop` and `start` may have looked just before there was something to close.

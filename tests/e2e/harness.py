@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from history import Recorder, directory_of, is_stopped
-from judging import Judged, judge
+from judging import Judged, judge, lines_of
 
 from libtimeslice.connection import Connection
 
@@ -239,12 +239,14 @@ class Host:
 
     # --- the daemon ---------------------------------------------------------------------------
 
-    def start_daemon(self, **environment: str) -> None:
+    def start_daemon(
+        self, *, program: Sequence[str] = ("-m", "tsliced"), **environment: str
+    ) -> None:
         """Starts the daemon, the first or the next, and waits until it serves."""
         self.write_config(self.config, self.settings)
         with self.log.open("ab") as log:
             self.daemon = subprocess.Popen(
-                [*self.launcher, *self.user, sys.executable, "-m", "tsliced", *self.arguments()],
+                [*self.launcher, *self.user, sys.executable, *program, *self.arguments()],
                 # Backends of the tests lie here.
                 env=self.variables(PYTHONPATH=path_with(HERE), **environment),
                 stdout=log,
@@ -279,6 +281,13 @@ class Host:
         self.daemon.kill()
         self.daemon.wait(LIMIT_S)
         self.daemon = None
+
+    def end_daemon(self, end: str) -> None:
+        """Ends the daemon by a "crash", or by a "stop" that it is asked for."""
+        if end == "crash":
+            self.kill_daemon()
+        else:
+            assert self.stop_daemon() == 0, "it waits for nothing and loses nothing"
 
     def write_config(self, path: Path, settings: Settings) -> Path:
         """Writes the configuration of this host's daemon, with some settings changed."""
@@ -393,10 +402,10 @@ class Host:
         rank.do("initialise", group=group, mib=mib, seed=seed)
         return rank
 
-    def add_hooks(self, rank: Rank, *, failing: bool = False) -> None:
+    def add_hooks(self, rank: Rank, *, failing: bool = False, seconds: float = 0.0) -> None:
         """Has a rank register callbacks, and waits until its agent has a session for them."""
         sessions = self.status()["sessions"]
-        rank.do("hooks", failing=failing)
+        rank.do("hooks", failing=failing, seconds=seconds)
         until(lambda: self.status()["sessions"] > sessions, "its agent is connected")
 
     def used_bytes(self, device: int = 0) -> int:
@@ -427,6 +436,11 @@ class Host:
             order=[name.removeprefix("groups.") for name in groups],
             passes=0 if fifo else int(str(bound)),
         )
+
+    def called(self) -> list[str]:
+        """Returns the callbacks that ranks ran or are about to run, in their order."""
+        lines = lines_of(directory_of(self.socket), "called")
+        return [line["callback"] for line in sorted(lines, key=lambda line: line["at"])]
 
     def forget(self) -> None:
         """Notes that the daemon's memory is about to be lost, and with it all places."""

@@ -123,13 +123,22 @@ def judge(
         queued, taken_back = _read_log(log)
         _take_back(acquires, taken_back)
         _find_queued(acquires, queued)
-    forgotten = [line["at"] for line in every if line["what"] == "forgotten"]
+    forgotten = sorted(line["at"] for line in every if line["what"] == "forgotten")
+    for acquire in acquires:
+        # What a daemon has no memory of it cannot keep: from then on its token alone protects it.
+        ends = [at for at in forgotten if at > _ended_at(acquire)]
+        acquire.until = min(acquire.until, *ends[:1], inf)
     violations = [
         *_overlaps(acquires),
         *_tokens(acquires),
         *_inversions(acquires, tuple(order), passes, forgotten),
     ]
     return Judged(acquires=acquires, violations=violations)
+
+
+def lines_of(directory: Path, what: str) -> list[Line]:
+    """Returns all lines of one kind."""
+    return [line for lines in _read(directory).values() for line in lines if line["what"] == what]
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -265,18 +265,29 @@ def keep_cached(mib: int) -> None:
     sys.modules["torch"] = torch
 
 
+def note_called(callback: str) -> None:
+    calls.append(callback)
+    # So that it is known while this process waits for its turn.
+    recorder().write("called", callback=callback)
+
+
 @command
-def hooks(failing: bool = False) -> None:
-    """Registers callbacks around a move; `failing`: the one before it raises."""
+def hooks(failing: bool = False, seconds: float = 0.0) -> None:
+    """Registers callbacks around a move that take a time; `failing`: the one before it raises."""
 
     def pause(pause: libtimeslice.Pause) -> None:
-        calls.append("pause")
+        note_called("pause")
+        time.sleep(seconds)
         if failing:
             raise RuntimeError("requests are in flight")
 
+    def resume(resume: libtimeslice.Resume) -> None:
+        note_called("resume")
+        time.sleep(seconds)
+
     ts = client()
     ts.on_pause(pause)
-    ts.on_resume(lambda _resume: calls.append("resume"))
+    ts.on_resume(resume)
 
 
 @command

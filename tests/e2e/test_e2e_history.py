@@ -125,6 +125,14 @@ def test_a_hold_ends_when_it_is_taken_back(story: Story) -> None:
     assert [acquire.taken_back for acquire in judged.acquires] == [True, False]
 
 
+def test_a_hold_ends_when_the_daemon_s_memory_is_lost(story: Story) -> None:
+    story.client("a", *turn("a", 1, 2, 5, token=1))
+    story.client("b", *turn("b", 1, 4, token=2))
+    assert story.rules() == ["two jobs hold it"]
+    story.client("test", {"at": 3, "what": "forgotten"})
+    assert story.rules() == []
+
+
 def test_who_sees_a_grant_after_it_was_taken_back_has_not_held_it(story: Story) -> None:
     story.client("a", *turn("a", 1, 6, token=1))
     story.client("b", *turn("b", 1, 4, token=2))

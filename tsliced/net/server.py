@@ -253,6 +253,8 @@ class Server:
                 client.connection.close()
                 self._disconnect(client)
             client.connection, connection.session = connection, client.session
+            # The journal does not have it.
+            client.empties_cache = "empty_cache" in hello.caps
             self._driver.post(SessionResumed(session=client.session))
             self._welcome(client, resumed=True)
             return
