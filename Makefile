@@ -43,10 +43,42 @@ check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages,
 bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives
 	$(BIN)/python -m bench
 
+.PHONY: package
+package: bundle ## An archive that installs the daemon without a network: build/package/
+	tar --owner=0 --group=0 --numeric-owner --sort=name -C build/package \
+		-czf $(BUNDLE).tar.gz tsliced-$(VERSION)
+
+.PHONY: install
+install: bundle ## Install daemon, units and configuration; DESTDIR=, PREFIX=/usr/local
+	$(BUNDLE)/install.sh --prefix '$(PREFIX)' --destdir '$(DESTDIR)' --python '$(INSTALL_PYTHON)'
+
+.PHONY: uninstall
+uninstall: ## Take away what `make install` installed; configuration and state stay
+	systemd/install.sh --uninstall --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
+
 .PHONY: clean
 clean: ## Remove build/ and the caches of the tools
 	rm -rf build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- What is installed ------------------------------------------------------------------------
+# Wheels are for the Python of build/venv; the Python that is to run them must be of that version.
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+INSTALL_PYTHON ?= /usr/bin/python3
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' libtimeslice/__init__.py)
+BUNDLE := build/package/tsliced-$(VERSION)
+
+# Always made anew: that nothing changed is seen by the wheels' contents when they are installed.
+.PHONY: bundle
+bundle: | $(VENV)/bin/python
+	@# What setuptools left from an earlier build would be packed again, though it is gone.
+	rm -rf build/lib build/bdist.* $(BUNDLE)
+	mkdir -p $(BUNDLE)/systemd
+	SOURCE_DATE_EPOCH=315532800 $(PIP) wheel --wheel-dir $(BUNDLE)/wheels '.[daemon]'
+	cp systemd/tsliced.* systemd/*.conf $(BUNDLE)/systemd
+	cp systemd/install.sh LICENSE $(BUNDLE)
 
 # --- The virtual environments ---------------------------------------------------------------
 # One environment, filled in steps: the demo needs the daemon's packages only. A stamp is older than

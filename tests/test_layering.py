@@ -38,7 +38,7 @@ CORE_MAY_IMPORT = {
 CORE_MAY_NAME = {"random.Random"}
 
 RING_1 = ("config", "ctl", "driver", "host", "net", "observe", "rescue")
-RING_2 = ("tsliced.daemon", "tsliced.__main__")
+RING_2 = ("tsliced.daemon", "tsliced.reloading", "tsliced.__main__")
 
 LIMIT_OF_MODULE = 700
 LIMIT_OF_FUNCTION = 60

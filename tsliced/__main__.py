@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 #: From sysexits(3). systemd does not restart a service that ended with EX_CONFIG.
 EX_USAGE, EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT, EX_CONFIG = 64, 69, 70, 73, 78
+#: After a start that failed, under a service manager; StartLimitBurst= of the unit allows for it.
+RETRY_PAUSE_S = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,17 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tsliced.config import (
         DEFAULT_PATH,
         ConfigError,
+        ConfigSource,
         describe,
-        load,
         user_config,
         user_defaults,
     )
 
     usual = user_config(os.environ) if options.user else DEFAULT_PATH
     defaults = user_defaults(os.environ) if options.user else None
-    path = options.config or usual
+    source = ConfigSource(
+        path=Path(options.config or usual),
+        optional=options.config is None,
+        defaults=defaults,
+    )
     try:
-        config = load(path, optional=options.config is None, defaults=defaults)
+        config = source.read()
     except ConfigError as exc:
         print(exc, file=sys.stderr)
         return EX_CONFIG
@@ -42,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(describe(config), end="")
         return 0
     if options.check_config:
-        print(f"{path}: good", file=sys.stderr)
+        print(f"{source.path}: good", file=sys.stderr)
         return 0
-    return _serve(config, tell_socket=options.user)
+    return _serve(config, source, tell_socket=options.user)
 
 
-def _serve(config: object, *, tell_socket: bool) -> int:
+def _serve(config: object, source: object, *, tell_socket: bool) -> int:
     # Imported late: checking a configuration must work where the daemon's packages are missing.
-    from tsliced.config import Config, ConfigError
+    from tsliced.config import Config, ConfigError, ConfigSource
     from tsliced.daemon import BrokenStateError, Daemon
     from tsliced.host.backends.base import BackendError
     from tsliced.host.devices import DevicesUnavailable
@@ -59,8 +68,13 @@ def _serve(config: object, *, tell_socket: bool) -> int:
     from tsliced.sdnotify import Notifier
 
     assert isinstance(config, Config)
+    assert isinstance(source, ConfigSource)
     os.umask(0o077)
-    daemon = Daemon(config=config, log=Log(config.daemon.log_level), notifier=Notifier())
+    # What the watchdog ends tells where it stood.
+    faulthandler.enable()
+    daemon = Daemon(
+        config=config, log=Log(config.daemon.log_level), notifier=Notifier(), source=source
+    )
     if tell_socket:
         export = f"export TSLICE_SOCKET={shlex.quote(config.daemon.socket)}"
         daemon.on_serving = lambda: print(export, flush=True)
@@ -76,8 +90,12 @@ def _serve(config: object, *, tell_socket: bool) -> int:
             runner.run(daemon.run())
     except tuple(failures) as exc:
         print(f"tsliced: {exc}", file=sys.stderr)
-        daemon.notifier.send(f"STATUS={exc}")
-        return failures[type(exc)]
+        daemon.notifier.status(f"cannot start: {' '.join(str(exc).split())}")
+        status = failures[type(exc)]
+        if daemon.notifier.enabled and status != EX_CONFIG:
+            # The service manager tries again at once: give what is missing some time to come.
+            time.sleep(RETRY_PAUSE_S)
+        return status
     except BrokenStateError as exc:
         # Its story is in the log; the next daemon starts from the journal.
         print(f"tsliced: {exc}", file=sys.stderr)

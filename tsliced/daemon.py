@@ -8,12 +8,13 @@ import gc
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from tsliced.config import Config, resolve_groups, visible_of
+from tsliced.config import Config, ConfigSource, resolve_groups, visible_of
 from tsliced.core.events import Started
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
@@ -27,20 +28,25 @@ from tsliced.host.journal import Journal, JournalLimits
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
 from tsliced.host.scan import Scanner
-from tsliced.log import Log
+from tsliced.log import Fact, Log
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
-from tsliced.net.listening import listen
+from tsliced.net.listening import Inheritance, inherit, listen
 from tsliced.net.operations import Operations
 from tsliced.net.server import Server
 from tsliced.net.shares import Shares
 from tsliced.observe.details import Details
-from tsliced.observe.status import StatusPage
+from tsliced.observe.status import StatusPage, summary
+from tsliced.reloading import Reloader, ReloadRefused
 from tsliced.sdnotify import Notifier
 
 #: Allocations and generations between two looks of the garbage collector.
 GC_THRESHOLDS = (20_000, 20, 20)
+#: How often the line of ``systemctl status`` is looked at anew.
+STATUS_INTERVAL_S = 1.0
+#: How often a start that goes on asks for more time.
+START_INTERVAL_S = 10.0
 
 
 class BrokenStateError(Exception):
@@ -56,6 +62,7 @@ class _Base:
     journal: Journal
     backend: Backend
     sock: socket.socket
+    inheritance: Inheritance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +72,12 @@ class Daemon:
     config: Config
     log: Log
     notifier: Notifier
+    #: Where the configuration is read again from.
+    source: ConfigSource
     #: Called as soon as clients are served.
     on_serving: Callable[[], None] | None = None
+    #: What an operator has to know before anything else.
+    _problem: str = ""
 
     async def run(self) -> None:
         """Start everything, serve until SIGTERM or SIGINT, and stop everything."""
@@ -74,17 +85,24 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        hangup = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hangup.set)
         async with contextlib.AsyncExitStack() as stack:
             # Before the group of tasks: what fails here is no group of errors, and what is opened
             # here is closed after the tasks that use it have ended.
-            base = await self._open(stack)
+            async with self._taking_time():
+                base = await self._open(stack)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            driver, server = await self._start(stack, tasks, base, stop.set)
-            scan, history = self.config.scan, self.config.history
+            driver, server, reloader = await self._start(stack, tasks, base, stop.set)
             for name, work in (
-                ("observe", driver.observe_for_ever(scan.interval_s)),
-                ("history", driver.flush_history_for_ever(history.flush_interval_s)),
+                ("observe", driver.observe_for_ever(lambda: self.config.scan.interval_s)),
+                (
+                    "history",
+                    driver.flush_history_for_ever(lambda: self.config.history.flush_interval_s),
+                ),
                 ("watchdog", self._feed_watchdog()),
+                ("reload", self._reload_for_ever(reloader, hangup)),
+                ("status line", self._show_for_ever(driver)),
             ):
                 tasks.create_task(work, name=name)
             # What was made so far stays, and hardly anything that comes has cycles: a collector
@@ -104,6 +122,21 @@ class Daemon:
         if driver.broken is not None:
             raise BrokenStateError(f"a bug: {driver.broken!r}") from driver.broken
 
+    @contextlib.asynccontextmanager
+    async def _taking_time(self) -> AsyncIterator[None]:
+        """Ask for more time as long as the start goes on: a driver may take its own to come up."""
+
+        async def ask() -> None:
+            while True:
+                await asyncio.sleep(START_INTERVAL_S)
+                self.notifier.send(f"EXTEND_TIMEOUT_USEC={round(3e6 * START_INTERVAL_S)}")
+
+        asking = asyncio.create_task(ask(), name="start")
+        try:
+            yield
+        finally:
+            asking.cancel()
+
     async def _open(self, stack: contextlib.AsyncExitStack) -> _Base:
         """Open what may not be there, or be somebody else's."""
         daemon = self.config.daemon
@@ -115,14 +148,32 @@ class Daemon:
         backend = load_backend(daemon.backend, context)
         await backend.start()
         stack.push_async_callback(backend.close)
-        sock = listen(
-            daemon.socket,
-            backlog=self.config.limits.server.backlog,
-            private=self.config.authority.clients == "own",
+        inheritance, sock = self._open_socket(stack)
+        return _Base(
+            devices=devices,
+            groups=groups,
+            journal=journal,
+            backend=backend,
+            sock=sock,
+            inheritance=inheritance,
         )
-        stack.callback(_unlink, daemon.socket)
+
+    def _open_socket(self, stack: contextlib.AsyncExitStack) -> tuple[Inheritance, socket.socket]:
+        path = self.config.daemon.socket
+        inheritance = inherit()
+        sock = inheritance.listener
+        if sock is None:
+            sock = listen(
+                path,
+                backlog=self.config.limits.server.backlog,
+                private=self.config.authority.clients == "own",
+            )
+            stack.callback(_unlink, path)
+        elif (where := sock.getsockname()) != path:
+            text = f"the service manager listens at {where}, and not at daemon.socket, {path}"
+            self.log.write("warning", "socket", {"reason": text})
         stack.callback(sock.close)
-        return _Base(devices=devices, groups=groups, journal=journal, backend=backend, sock=sock)
+        return inheritance, sock
 
     async def _start(
         self,
@@ -130,7 +181,7 @@ class Daemon:
         tasks: asyncio.TaskGroup,
         base: _Base,
         on_broken: Callable[[], None],
-    ) -> tuple[Driver, Server]:
+    ) -> tuple[Driver, Server, Reloader]:
         config, groups, journal = self.config, base.groups, base.journal
         membership = Membership(config.daemon.cluster, limit=config.limits.server.max_processes)
         machine = self._make_machine(groups, journal)
@@ -148,19 +199,37 @@ class Daemon:
         linger_s = config.daemon.linger_us / 1e6
         driver = Driver(machine, around, on_broken=on_broken, linger_s=linger_s)
         stack.callback(driver.close)
-        server = self._make_server(driver, groups, base.devices, base.backend)
+        all_devices = base.devices.inventory() if base.devices is not None else ()
+        inventory = visible_of(all_devices, config.daemon.visible_devices)
+        make_authority = partial(_authority, access=self._make_access(inventory))
+        authority = make_authority(config, groups)
+        server = self._make_server(driver, authority, inventory, base.backend)
         driver.clients = server
         server.recall_sessions()
+        adopted = server.adopt(base.inheritance.kept)
         driver.post(Started())
         await self._serve(stack, server, base.sock)
         device_count = sum(len(group.devices) for group in groups)
         names = ", ".join(group.name for group in groups) or "none"
-        self.log.write("info", "started", {"groups": names, "devices": device_count})
+        facts: dict[str, Fact] = {
+            "groups": names,
+            "devices": device_count,
+            "adopted": adopted or None,
+        }
+        self.log.write("info", "started", facts)
         self.log.flush()
         if self.on_serving is not None:
             self.on_serving()
-        self.notifier.send("READY=1", f"STATUS=serving {device_count} devices; groups: {names}")
-        return driver, server
+        self.notifier.ready(self._status_line(driver))
+        reloader = Reloader(
+            source=self.source,
+            driver=driver,
+            server=server,
+            inventory=inventory,
+            authority=authority,
+            make_authority=make_authority,
+        )
+        return driver, server, reloader
 
     async def _open_devices(
         self, stack: contextlib.AsyncExitStack
@@ -219,21 +288,11 @@ class Daemon:
     def _make_server(
         self,
         driver: Driver,
-        groups: tuple[GroupConfig, ...],
-        devices: Devices | None,
+        authority: Authority,
+        inventory: tuple[Device, ...],
         backend: Backend,
     ) -> Server:
         config, around = self.config, driver.around
-        all_devices = devices.inventory() if devices is not None else ()
-        inventory = visible_of(all_devices, config.daemon.visible_devices)
-        access = self._make_access(inventory)
-        authority = Authority(
-            groups,
-            config.groups,
-            config.daemon.admin_group,
-            access=access,
-            own_only=config.authority.clients == "own",
-        )
         shares = Shares(
             config.limits.server, descriptors=raise_limit(), watched=lambda: driver.watched
         )
@@ -255,6 +314,7 @@ class Daemon:
             operations=Operations(driver, authority, details),
             status=status,
             shares=shares,
+            vault=self.notifier,
         )
 
     def _make_access(self, inventory: tuple[Device, ...]) -> DeviceAccess | None:
@@ -272,12 +332,49 @@ class Daemon:
         )
         stack.callback(listening.close)
 
+    async def _reload_for_ever(self, reloader: Reloader, hangup: asyncio.Event) -> None:
+        """Read the configuration again whenever that is asked for."""
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            self.notifier.reloading()
+            try:
+                self.config = await reloader.reload(self.config)
+                self._problem = ""
+            except ReloadRefused as exc:
+                reloader.driver.note("reload_refused", "error", reason=str(exc))
+                first = " ".join(str(exc).split())
+                self._problem = f"; configuration not reloaded: {first}"
+            self.log.flush()
+            self.notifier.ready(self._status_line(reloader.driver))
+
+    async def _show_for_ever(self, driver: Driver) -> None:
+        """Keep the line of ``systemctl status`` up to date."""
+        while self.notifier.enabled:
+            await asyncio.sleep(STATUS_INTERVAL_S)
+            self.notifier.status(self._status_line(driver))
+
+    def _status_line(self, driver: Driver) -> str:
+        return summary(driver.machine) + self._problem
+
     async def _feed_watchdog(self) -> None:
         """Tell systemd that this loop still turns; never from a thread, which would hide a hang."""
         limit_s = self.notifier.watchdog_s
         while limit_s is not None:
             self.notifier.send("WATCHDOG=1")
             await asyncio.sleep(limit_s / 3)
+
+
+def _authority(
+    config: Config, groups: tuple[GroupConfig, ...], *, access: DeviceAccess | None
+) -> Authority:
+    return Authority(
+        groups,
+        config.groups,
+        config.daemon.admin_group,
+        access=access,
+        own_only=config.authority.clients == "own",
+    )
 
 
 def _events_in_memory(config: Config) -> int:

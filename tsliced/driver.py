@@ -53,6 +53,7 @@ from tsliced.core.events import (
     OperationFinished,
     OperationHindered,
     ProcessExited,
+    Reconfigured,
     RecordsFailed,
     TimePassed,
 )
@@ -67,6 +68,7 @@ from tsliced.core.model import (
     TenancyKey,
     Verb,
 )
+from tsliced.core.reconfiguring import objections
 from tsliced.host.backends.base import Backend, Outcome
 from tsliced.host.history import History
 from tsliced.host.journal import Journal, JournalError
@@ -114,7 +116,7 @@ class Clients(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ledgers:
     """The host's two ledgers and what a snapshot takes beyond its bytes."""
 
@@ -183,6 +185,23 @@ class Driver:
         self._queue.append(event)
         if self._turn is None:
             self._turn = self._loop.call_soon(self._run)
+
+    def reconfigure(self, event: Reconfigured) -> list[str]:
+        """Let the core have another configuration now; return what stands in its way, if anything.
+
+        Nothing happens between the look and the change.
+        """
+        self._run_now()
+        if found := list(objections(self.machine, event.groups)):
+            return found
+        self._queue.append(event)
+        self._run_now()
+        return []
+
+    def _run_now(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        self._run()
 
     def post_request(self, event: Event) -> None:
         """Let the core have what a client waits for an answer to; it may soon ask for more.
@@ -481,13 +500,13 @@ class Driver:
 
     # --- what goes on by itself ---------------------------------------------------------------
 
-    async def observe_for_ever(self, interval_s: float) -> None:
+    async def observe_for_ever(self, interval_s: Callable[[], float]) -> None:
         """Look at all devices regularly, so that strangers are seen within 2 s."""
-        groups = [group.name for group in self.machine.config.groups]
         failing = False
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(interval_s())
             self._notice_hindered()
+            groups = [group.name for group in self.machine.config.groups]
             try:
                 found = await self.around.scanner.look(groups, utilization=True)
             except ScanFailed as exc:
@@ -535,11 +554,11 @@ class Driver:
             if failure != tenancy.participant.shortage:
                 self.post(HostMemoryPromised(tenancy=key, failure=failure))
 
-    async def flush_history_for_ever(self, interval_s: float) -> None:
+    async def flush_history_for_ever(self, interval_s: Callable[[], float]) -> None:
         """Hand the history over for storing, about every second; tell when that does not work."""
         told: JournalError | None = None
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(interval_s())
             self.around.history.flush()
             error = self.around.journal.background_error
             if error is not None and error is not told:

@@ -31,6 +31,10 @@ class Log:
         # Formatting the time of day costs more than the rest of a line.
         self._second, self._prefix = -1, ""
 
+    def set_level(self, level: str) -> None:
+        """Write lines of a level and above from now on."""
+        self._least = LEVELS[level]
+
     def write(self, level: str, kind: str, facts: Mapping[str, Fact]) -> None:
         """Add a line; facts that are None are left out."""
         if LEVELS[level] < self._least:

@@ -326,7 +326,7 @@ def test_devices_that_cannot_be_looked_at_let_nobody_in_until_they_can_g1(
 def test_devices_that_cannot_be_looked_at_are_named_once(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         daemon.devices.error = DeviceError(D1, "fell off the bus")
-        looking = asyncio.create_task(daemon.driver.observe_for_ever(0.001))
+        looking = asyncio.create_task(daemon.driver.observe_for_ever(lambda: 0.001))
 
         def told() -> int:
             daemon.driver.around.log.flush()
@@ -349,7 +349,7 @@ def test_a_stranger_on_the_devices_is_noted_once(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         # Nothing in this process's surroundings says to which job it belongs.
         daemon.devices.used[D2][os.getpid()] = MIB
-        looking = asyncio.create_task(daemon.driver.observe_for_ever(0.001))
+        looking = asyncio.create_task(daemon.driver.observe_for_ever(lambda: 0.001))
 
         def strangers() -> list[object]:
             events = daemon.driver.around.history.since(0, 100).events
@@ -461,7 +461,7 @@ def test_trouble_with_storing_the_history_is_told_once(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         await until(daemon.machine.numbers.left, "numbers are reserved")
         daemon.driver.around.journal.background_error = full_disk()
-        flushing = asyncio.create_task(daemon.driver.flush_history_for_ever(0.001))
+        flushing = asyncio.create_task(daemon.driver.flush_history_for_ever(lambda: 0.001))
 
         def told() -> int:
             daemon.driver.around.log.flush()

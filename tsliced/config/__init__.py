@@ -7,7 +7,7 @@ known, `describe` shows the effective values with where each was set.
 from __future__ import annotations
 
 from tsliced.config.groups import Inventory, hosts_of, resolve_groups, visible_of
-from tsliced.config.loading import DEFAULT_PATH, describe, load
+from tsliced.config.loading import DEFAULT_PATH, ConfigSource, describe, load
 from tsliced.config.reader import ConfigError, Origin, Problem
 from tsliced.config.settings import (
     AuthoritySettings,
@@ -27,6 +27,7 @@ __all__ = [
     "AuthoritySettings",
     "Config",
     "ConfigError",
+    "ConfigSource",
     "DaemonSettings",
     "GroupSettings",
     "HistorySettings",

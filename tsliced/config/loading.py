@@ -6,7 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,21 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 }
 #: A group's name stands in role aliases ("a=n1,n2;b=n3"), labels and paths.
 _GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigSource:
+    """Where the configuration comes from."""
+
+    path: Path
+    #: It may be missing.
+    optional: bool = False
+    #: What holds where neither file nor command line say otherwise.
+    defaults: Mapping[str, object] | None = None
+
+    def read(self) -> Config:
+        """Read it. Raises `ConfigError`."""
+        return load(self.path, optional=self.optional, defaults=self.defaults)
 
 
 def load(

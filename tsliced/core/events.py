@@ -10,8 +10,10 @@ from typing import TypeAlias
 from tsliced.core.actions import Action, Record
 from tsliced.core.model import (
     Arrival,
+    CoreLimits,
     Drain,
     FoundRank,
+    GroupConfig,
     GroupName,
     JobKey,
     LeaseId,
@@ -257,6 +259,16 @@ class DrainOrdered:
     drain: Drain | None
 
 
+@value
+class Reconfigured:
+    """The configuration has changed; see `reconfiguring`."""
+
+    groups: tuple[GroupConfig, ...]
+    limits: CoreLimits
+    #: What each session may lease from now on. What it has, it keeps.
+    permitted: tuple[tuple[SessionId, tuple[GroupName, ...]], ...]
+
+
 Event: TypeAlias = (
     Started
     | TimePassed
@@ -284,4 +296,5 @@ Event: TypeAlias = (
     | RetryRequested
     | KillRequested
     | DrainOrdered
+    | Reconfigured
 )

@@ -56,6 +56,7 @@ from tsliced.core.events import (
     OperationHindered,
     ProcessExited,
     RankRegistered,
+    Reconfigured,
     RecordsFailed,
     ReleaseRequested,
     RetryRequested,
@@ -80,7 +81,8 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.numbers import Numbers
-from tsliced.core.policy import FairnessBounds, Fifo, Policy
+from tsliced.core.policy import Fifo, Policy
+from tsliced.core.reconfiguring import bounds_of, longest_holds, reconfigure
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
 from tsliced.core.tenancies import Tenancies
@@ -114,7 +116,7 @@ _JOURNAL = TimerKey(TimerKind.JOURNAL, OpId(0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """What a machine is made of; all of it fixed while it lives."""
+    """What a machine is made of. Groups and limits may change while it lives: `Reconfigured`."""
 
     host: HostName
     #: In the configured order.
@@ -126,19 +128,12 @@ class MachineConfig:
     policies: Mapping[GroupName, Policy] = field(default_factory=dict)
 
 
-def _max_hold_s(config: MachineConfig) -> dict[GroupName, float]:
-    limits = ((g.name, g.max_hold_s or config.limits.max_hold_s) for g in config.groups)
-    return {name: limit for name, limit in limits if limit is not None}
-
-
 class Machine:
     """All state of the core. Mutate it only through `handle`."""
 
     def __init__(self, config: MachineConfig, *, random: Random, full_checks: bool = False) -> None:
         limits = config.limits
-        bounds = FairnessBounds(
-            max_passed_over=limits.max_passed_over, max_wait_s=limits.max_wait_s
-        )
+        bounds = bounds_of(limits)
         self.config = config
         self.numbers = Numbers(
             generation=config.generation, ceiling=config.ceiling, block=limits.block
@@ -165,7 +160,7 @@ class Machine:
             numbers=self.numbers,
             timers=self.timers,
             random=random,
-            max_hold_s=_max_hold_s(config),
+            max_hold_s=longest_holds(config),
         )
         self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
         #: Records that the journal does not have and should.
@@ -247,6 +242,8 @@ class Machine:
                 self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
             case DrainOrdered(group=group, drain=drain):
                 leasing.drain(group, drain, now)
+            case Reconfigured():
+                reconfigure(self, event)
             case _:
                 assert_never(event)
 

@@ -271,7 +271,7 @@ class DramLedger(_Ledger[ProcessId]):
     def __init__(self, memory: HostMemory, *, margin_bytes: int = 0, limit: int = 4096) -> None:
         super().__init__(limit=limit)
         self._memory = memory
-        self._margin_bytes = margin_bytes
+        self.margin_bytes = margin_bytes
 
     def reserve(self, key: Hashable, demands: Sequence[Demand]) -> Granted | Shortage:
         """Reserve all demands or none; asking again under the same key replaces what it had.
@@ -300,7 +300,7 @@ class DramLedger(_Ledger[ProcessId]):
         _add_up(needed, entries.values())
         promised = self._promised_to_others(key)
         for place, need in needed.items():
-            margin = self._margin_bytes if place == HOST else 0
+            margin = self.margin_bytes if place == HOST else 0
             have = max(0, available[place] - promised[place] - margin)
             if need > have:
                 return Shortage(need_bytes=need, have_bytes=have, where=place)
@@ -316,8 +316,8 @@ class DeviceLedger(_Ledger[DeviceId]):
 
     def __init__(self, *, margin_bytes: int = 0, max_age_s: float = 5.0, limit: int = 4096) -> None:
         super().__init__(limit=limit)
-        self._margin_bytes = margin_bytes
-        self._max_age_s = max_age_s
+        self.margin_bytes = margin_bytes
+        self.max_age_s = max_age_s
 
     def reserve(
         self,
@@ -343,6 +343,6 @@ class DeviceLedger(_Ledger[DeviceId]):
     def _have(self, reading: DeviceReading | None) -> tuple[int, str]:
         if reading is None:
             return 0, "it was not read"
-        if reading.stale_s > self._max_age_s:
+        if reading.stale_s > self.max_age_s:
             return 0, f"it was last read {reading.stale_s:.1f} s ago"
-        return reading.free_bytes - self._margin_bytes, ""
+        return reading.free_bytes - self.margin_bytes, ""

@@ -49,9 +49,8 @@ class Scanner:
         membership: Membership,
         backend: Backend,
     ) -> None:
-        self._devices_of: Mapping[GroupName, tuple[DeviceId, ...]] = {
-            group.name: group.devices for group in groups
-        }
+        self._devices_of: Mapping[GroupName, tuple[DeviceId, ...]] = {}
+        self.reconfigure(groups)
         self._devices = devices
         self._membership = membership
         self._backend = backend
@@ -60,6 +59,10 @@ class Scanner:
         self.readings: dict[DeviceId, DeviceReading] = {}
         #: By device: per cent of time in which a kernel ran, as last asked for.
         self.utilization: dict[DeviceId, int | None] = {}
+
+    def reconfigure(self, groups: Iterable[GroupConfig]) -> None:
+        """Look at the devices of these groups from now on."""
+        self._devices_of = {group.name: group.devices for group in groups}
 
     def register(self, process: ProcessId, job: JobKey, groups: Collection[GroupName]) -> None:
         """Know a process as a rank, whether or not NVML lists it."""

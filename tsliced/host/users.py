@@ -47,6 +47,11 @@ class Users:
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._thread = CallThread("users")
 
+    def close(self) -> None:
+        """Ask nobody any more."""
+        if self._thread.is_running:
+            self._thread.stop()
+
     def is_fresh(self, uid: int) -> bool:
         """Whether `known` need not be preceded by `look_up`."""
         at, _ = self._known.get(uid, (-self._max_age_s, _NOBODY))

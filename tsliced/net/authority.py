@@ -41,6 +41,12 @@ class Authority:
         unix_groups = (name[1:] for name in listed if name.startswith("@"))
         self.users = Users([admin_group, *unix_groups])
 
+    def become(self, other: Authority) -> None:
+        """Answer as another one from now on, which is not to be used any more."""
+        self.users.close()
+        # All of them, as an answer is made of several.
+        self.__dict__.update(other.__dict__)
+
     def knows(self, process: ProcessId, *uids: int) -> bool:
         """Whether the answers about a process and users need not be preceded by `learn`.
 

@@ -25,6 +25,7 @@ from libtimeslice.protocol import (
 from tsliced.config import ServerLimits
 from tsliced.core.model import ProcessId, SessionId
 from tsliced.host.processes import identify
+from tsliced.net.survivors import Kept, Vault, name_of
 
 #: More than this in its buffers makes a connection one that the desk looks after.
 MUCH_BYTES = 64 << 10
@@ -83,6 +84,7 @@ class Connection(asyncio.Protocol):
         self.peer: Peer | None = None
         #: Set by the desk when the hello was accepted.
         self.session: SessionId | None = None
+        self._kept: Kept | None = None
 
     # --- asyncio.Protocol ---------------------------------------------------------------------
 
@@ -142,6 +144,9 @@ class Connection(asyncio.Protocol):
         """Tell the desk."""
         self._transport = None
         self._end_handshake()
+        if self._kept is not None:
+            self._kept.end()
+            self._kept = None
         self._desk.on_closed(self)
 
     # --- towards the client -------------------------------------------------------------------
@@ -160,6 +165,7 @@ class Connection(asyncio.Protocol):
     def drop(self) -> None:
         """End it at once, with all that is in its buffers."""
         if self._transport is not None:
+            self._prepare_end(self._transport)
             self._transport.abort()
 
     def send(self, message: Message) -> bool:
@@ -176,7 +182,7 @@ class Connection(asyncio.Protocol):
             return False
         # Asked before it is written: one message may be larger than all that may wait.
         if transport.get_write_buffer_size() > self._most_unsent:
-            transport.abort()
+            self.drop()
             return True
         transport.write(frame)
         if self._writes_much:
@@ -192,7 +198,12 @@ class Connection(asyncio.Protocol):
         """Close after what was sent."""
         self._end_handshake()
         if self._transport is not None:
+            self._prepare_end(self._transport)
             self._transport.close()
+
+    def _prepare_end(self, transport: asyncio.Transport) -> None:
+        if self._kept is not None and not transport.is_closing():
+            self._kept.on_closing(transport.get_extra_info("socket").fileno())
 
     def _refuse_unseen(self, error: OSError) -> None:
         """Let somebody go about whom nothing can be found out now; others are not touched."""
@@ -201,6 +212,25 @@ class Connection(asyncio.Protocol):
             self.refuse("would_exceed_limit", text)
         else:
             self.refuse("unavailable", f"who you are cannot be found out: {error.strerror}")
+
+    # --- beyond this daemon -------------------------------------------------------------------
+
+    def keep(self, vault: Vault, session: SessionId) -> None:
+        """Have the service manager keep the connection too, in case that this daemon ends."""
+        if self._transport is None:
+            return
+        name = name_of(session)
+        if vault.store(name, self._transport.get_extra_info("socket").fileno()):
+            self._kept = Kept(name, vault)
+
+    def leave(self) -> None:
+        """Leave the connection to the next daemon if it is kept, else close it."""
+        if self._kept is None or self._transport is None:
+            self.close()
+            return
+        self._kept = None
+        self._end_handshake()
+        self._transport.abort()
 
     # --- messages -----------------------------------------------------------------------------
 

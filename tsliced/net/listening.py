@@ -1,17 +1,39 @@
-"""The listening socket, made so that no second daemon and no stale file is in the way."""
+"""The listening socket, made so that no second daemon and no stale file is in the way.
+
+A service manager may have made it already (sd_listen_fds(3)); then it passes it on, with the
+connections that it kept of the daemon before this one (`survivors`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Final, NamedTuple
 
 #: Who may do what is decided by SO_PEERCRED, so everybody may connect.
 SOCKET_MODE = 0o666
 PRIVATE_SOCKET_MODE = 0o600
 #: Of sun_path, without its NUL byte (man 7 unix).
 MAX_PATH_BYTES = 107
+
+
+#: The first descriptor that a service manager passes.
+FIRST_PASSED: Final = 3
+#: FileDescriptorName= of the socket unit.
+LISTENER_NAME: Final = "control"
+#: How the names of kept connections begin.
+KEPT_PREFIX: Final = "c-"
+
+
+class Inheritance(NamedTuple):
+    """What the service manager passed to this process."""
+
+    listener: socket.socket | None = None
+    #: Connections that it kept, by the names that they were given.
+    kept: tuple[tuple[str, socket.socket], ...] = ()
 
 
 class ListenError(Exception):
@@ -41,6 +63,38 @@ def listen(path: str, *, backlog: int, private: bool = False) -> socket.socket:
         raise ListenError(f"cannot listen at {path}: {exc.strerror or exc}") from exc
     sock.setblocking(False)
     return sock
+
+
+def inherit(environ: MutableMapping[str, str] | None = None) -> Inheritance:
+    """Take over what the service manager passed, and hide it from the processes of this one.
+
+    To be called once. What is not known by its name is closed.
+    """
+    environ = os.environ if environ is None else environ
+    # Removed even if they are not for this process: then they are for nobody below it either.
+    pid, count, names = (environ.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
+    if pid != str(os.getpid()) or not count.isdigit():
+        return Inheritance()
+    listener: socket.socket | None = None
+    kept: list[tuple[str, socket.socket]] = []
+    labels = names.split(":")
+    for place in range(int(count)):
+        label = labels[place] if place < len(labels) else ""
+        try:
+            sock = socket.socket(fileno=FIRST_PASSED + place)
+        except OSError:
+            # Not a socket: nothing that this daemon, or an earlier one, had kept.
+            continue
+        sock.set_inheritable(False)
+        sock.setblocking(False)
+        listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        if label.startswith(KEPT_PREFIX) and not listens:
+            kept.append((label, sock))
+        elif listens and listener is None:
+            listener = sock
+        else:
+            sock.close()
+    return Inheritance(listener, tuple(kept))
 
 
 def _bind(sock: socket.socket, path: Path, backlog: int, *, private: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,12 +73,13 @@ from tsliced.driver import ClientAction, Driver
 from tsliced.host.history import Follower
 from tsliced.host.membership import Membership
 from tsliced.net.authority import Authority
-from tsliced.net.connection import Connection, Peer
+from tsliced.net.connection import Connection, Peer, peer_of
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.operations import Operations
 from tsliced.net.reception import Reception
 from tsliced.net.replies import MESSAGES, job_message
 from tsliced.net.shares import Share, Shares
+from tsliced.net.survivors import Survivor, Vault, end, session_of
 from tsliced.observe.status import StatusPage
 
 CAPABILITIES = [
@@ -128,6 +130,8 @@ class Client:
     asked: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
     last_asked: int = 0
     follower: Follower | None = None
+    #: Its connections to daemons before this one, while it has not come back.
+    survivors: list[Survivor] = field(default_factory=list)
 
 
 class Server:
@@ -144,6 +148,7 @@ class Server:
         operations: Operations,
         status: StatusPage,
         shares: Shares,
+        vault: Vault,
     ) -> None:
         self.limits = limits
         self._driver = driver
@@ -153,9 +158,9 @@ class Server:
         self._operations = operations
         self._status = status
         self._shares = shares
+        self._vault = vault
         self._connections: dict[Connection, None] = {}
         self._clients: dict[SessionId, Client] = {}
-        self._order = {group.name: i for i, group in enumerate(driver.machine.config.groups)}
         self._requests: dict[type, Callable[[Client, Any], None]] = {
             Acquire: self._on_acquire,
             Release: self._on_release,
@@ -179,6 +184,10 @@ class Server:
             Hello: self._on_second_hello,
         }
 
+    def reconfigure(self, limits: ServerLimits) -> None:
+        """Serve by other limits from now on; who is connected already stays."""
+        self.limits = self._shares.limits = limits
+
     def recall_sessions(self) -> None:
         """After a restart: know the sessions that the journal kept; their clients come back."""
         for session in self._driver.machine.leasing.sessions.values():
@@ -190,10 +199,46 @@ class Server:
             self._clients[session.id].heartbeats = session.heartbeat_s is not None
             self._membership.register(session.process, session.job)
 
+    def adopt(self, kept: Iterable[tuple[str, socket.socket]]) -> int:
+        """Know by their old connections which clients are there; return how many are.
+
+        One that is not among them left, or was never kept: it has its grace to come back.
+        """
+        adopted = 0
+        for name, sock in kept:
+            client = self._clients.get(session_of(name))
+            if client is None or _process_of(sock) != client.peer.process:
+                self._vault.drop(name)
+                end(sock)
+                sock.close()
+                continue
+
+            def on_gone(survivor: Survivor, client: Client = client) -> None:
+                self._on_survivor_gone(client, survivor)
+
+            client.survivors.append(Survivor(name, sock, self._vault, on_gone))
+            self._driver.post(SessionResumed(session=client.session))
+            adopted += 1
+        return adopted
+
+    def _on_survivor_gone(self, client: Client, survivor: Survivor) -> None:
+        client.survivors.remove(survivor)
+        if not client.survivors:
+            self._driver.post(SessionDisconnected(session=client.session))
+
+    def _close_survivors(self, client: Client) -> None:
+        for survivor in client.survivors:
+            survivor.close()
+        client.survivors.clear()
+
     def close(self) -> None:
-        """Close all connections; their sessions go on with the next daemon."""
+        """Leave all connections; their sessions go on with the next daemon."""
         for connection in list(self._connections):
-            connection.close()
+            connection.leave()
+        for client in self._clients.values():
+            for survivor in client.survivors:
+                survivor.leave()
+            client.survivors.clear()
 
     # --- connections (Desk) -------------------------------------------------------------------
 
@@ -252,11 +297,13 @@ class Server:
                 # The old connection is dead, or a copy of the client tries: the newest one counts.
                 client.connection.close()
                 self._disconnect(client)
+            self._close_survivors(client)
             client.connection, connection.session = connection, client.session
             # The journal does not have it.
             client.empties_cache = "empty_cache" in hello.caps
             self._driver.post(SessionResumed(session=client.session))
             self._welcome(client, resumed=True)
+            self._keep(connection, hello)
             return
         self._reception.receive(connection, hello)
 
@@ -303,6 +350,12 @@ class Server:
             )
         )
         self._welcome(client, resumed=False, secret=secret, groups=groups)
+        self._keep(connection, hello)
+
+    def _keep(self, connection: Connection, hello: Hello) -> None:
+        # Agents and tools open a new session when they come back: nothing of the old one is needed.
+        if hello.role == "client" and connection.session is not None and connection.open:
+            connection.keep(self._vault, connection.session)
 
     def _welcome(
         self,
@@ -359,8 +412,8 @@ class Server:
         groups = request.groups or ()
         if len(groups) > 1:
             # Unknown names sort last, and the core refuses them by name.
-            last = len(self._order)
-            groups = tuple(sorted(groups, key=lambda g: self._order.get(GroupName(g), last)))
+            order = self._driver.machine.tenancies.order_of
+            groups = tuple(sorted(groups, key=lambda g: order.get(GroupName(g), len(order))))
         self._driver.post_request(
             _make_acquire(
                 session=client.session,
@@ -544,6 +597,7 @@ class Server:
         connection = client.connection
         self._disconnect(client)
         self._shares.remove_session(client.share)
+        self._close_survivors(client)
         if connection is not None:
             connection.close()
 
@@ -596,3 +650,12 @@ class Server:
                 raise
             return "its agent is not connected"
         return str(answer.error.get("message")) if answer.error is not None else None
+
+
+def _process_of(sock: socket.socket) -> ProcessId | None:
+    try:
+        peer = peer_of(sock)
+    except OSError:
+        # It cannot be found out now; who is there comes back by itself.
+        return None
+    return peer.process if peer is not None else None

@@ -51,7 +51,7 @@ class Shares:
         descriptors: int,
         watched: Callable[[], int],
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._descriptors = descriptors - OWN_DESCRIPTORS
         self._watched = watched
         self._connections = self._sessions = 0
@@ -70,7 +70,7 @@ class Shares:
 
     def add_connection(self, uid: int) -> str | None:
         """Count a connection, or return why there is no room for it."""
-        limits, share = self._limits, self.of(uid)
+        limits, share = self.limits, self.of(uid)
         most = limits.max_clients + (limits.reserved_clients if uid == ROOT else 0)
         if self._connections >= most:
             return f"{limits.max_clients} clients are connected, which is the limit max_clients"
@@ -93,7 +93,7 @@ class Shares:
 
     def session_objection(self, uid: int) -> str | None:
         """Return why there is no room for another session of a user, if so."""
-        limits = self._limits
+        limits = self.limits
         if self._sessions >= limits.max_sessions and uid != ROOT:
             return f"there are {limits.max_sessions} sessions, which is the limit max_sessions"
         if self.of(uid).sessions >= limits.max_sessions_per_uid and uid != ROOT:
@@ -124,7 +124,7 @@ class Shares:
     def add_hoard(self, hoard: Hoard) -> None:
         """Know a connection that has much in its buffers; drop those that have most, if need be."""
         self._hoards[hoard] = None
-        while sum(one.buffered_bytes for one in self._hoards) > self._limits.max_buffered_bytes:
+        while sum(one.buffered_bytes for one in self._hoards) > self.limits.max_buffered_bytes:
             largest = max(self._hoards, key=lambda one: one.buffered_bytes)
             del self._hoards[largest]
             largest.drop()

@@ -27,6 +27,8 @@ from tsliced.host.scan import Scanner
 SCHEMA = 1
 #: Waiters of a group, and jobs, that are listed one by one: an answer is one message.
 MOST_SHOWN = 1000
+#: Groups in the line of ``systemctl status``.
+MOST_IN_A_LINE = 8
 
 _ROUND_STATES = {
     RoundState.QUEUED: "reserved",
@@ -215,6 +217,24 @@ class StatusPage:
             "doing_s": now - operation.started_at if operation is not None else None,
             "reason": str(alarm.reason) if alarm is not None else None,
         }
+
+
+def summary(machine: Machine) -> str:
+    """Return the state of this host in one line, for ``systemctl status``."""
+    leasing, groups = machine.leasing, machine.config.groups
+    devices = sum(len(group.devices) for group in groups)
+    parts = []
+    for group in groups[:MOST_IN_A_LINE]:
+        arbiter = leasing.arbiters[group.name]
+        chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
+        part = f"{group.name} free"
+        if chosen is not None:
+            part = f"{group.name} {_ROUND_STATES[chosen.state]} by job {chosen.job}"
+        waiters = len(arbiter.queue)
+        parts.append(f"{part}, {waiters} waiting" if waiters else part)
+    if len(groups) > MOST_IN_A_LINE:
+        parts.append(f"and {len(groups) - MOST_IN_A_LINE} more groups")
+    return f"serving {devices} devices; {'; '.join(parts) or 'no groups'}"
 
 
 def _held(round_: Round) -> bool:

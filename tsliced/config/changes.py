@@ -1,0 +1,79 @@
+"""What a reload can change, and what has to wait for a restart."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, Final
+
+from tsliced.config.settings import Config
+
+#: Keys that are used when the daemon starts and never again.
+_AT_START: Final = {
+    "daemon": (
+        "socket",
+        "state_dir",
+        "host",
+        "cluster",
+        "nvml_library",
+        "cuda_library",
+        "visible_devices",
+        "backend",
+        "loop",
+        "linger_us",
+    ),
+    "authority": ("device_cgroup", "clients"),
+    "scan": ("nvml_timeout_s",),
+    "history": ("max_events", "max_bytes", "max_age_s", "max_pending_events"),
+    "limits.core": ("block", "story"),
+    "limits.server": ("backlog", "max_processes"),
+}
+
+
+def without_restart(old: Config, new: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return `new` as far as it can be had without a restart, and the keys that need one."""
+    waiting: list[str] = []
+
+    def keep(path: str, before: Any, after: Any) -> Any:
+        kept = {name: getattr(before, name) for name in _AT_START.get(path, ())}
+        section = path.partition(".")[0]
+        waiting.extend(f"{section}.{k}" for k, v in kept.items() if getattr(after, k) != v)
+        return replace(after, **kept)
+
+    limits = replace(
+        new.limits,
+        core=keep("limits.core", old.limits.core, new.limits.core),
+        server=keep("limits.server", old.limits.server, new.limits.server),
+    )
+    sections = {
+        name: keep(name, getattr(old, name), getattr(new, name))
+        for name in ("daemon", "authority", "scan", "history")
+    }
+    return replace(new, limits=limits, **sections), tuple(waiting)
+
+
+def changed_keys(old: Config, new: Config) -> tuple[str, ...]:
+    """Return the keys whose values differ; of groups, the groups."""
+    found: list[str] = []
+    parts = (("limits", "limits.core"), ("limits", "limits.server"))
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in _SECTIONS]
+    pairs += [(name, _at(old, path), _at(new, path)) for name, path in parts]
+    for section, before, after in pairs:
+        for item in fields(before):
+            if item.name in ("core", "server"):
+                continue
+            if getattr(before, item.name) != getattr(after, item.name):
+                found.append(f"{section}.{item.name}")
+    groups = {group.name: group for group in old.groups}
+    others = {group.name: group for group in new.groups}
+    names = [name for name in {**groups, **others} if groups.get(name) != others.get(name)]
+    return (*found, *(f"groups.{name}" for name in names))
+
+
+_SECTIONS: Final = ("daemon", "authority", "limits", "memory", "scan", "history")
+
+
+def _at(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
