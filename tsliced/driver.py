@@ -454,13 +454,14 @@ class Driver:
     async def _scan(self, action: ScanGroups) -> Event:
         around = self.around
         try:
-            found = await around.scanner.scan(action.tenancy, action.expect_gone, action.beyond)
+            found = await around.scanner.scan(action)
         except ScanFailed as exc:
             return GroupsScanned(op=action.op, failure=exc.reason)
         for rank in found:
             if rank.job is not None:
                 around.backend.prepare(rank.process)
-        return GroupsScanned(op=action.op, found=found)
+        unlisted = around.scanner.unlisted_on(action)
+        return GroupsScanned(op=action.op, found=found, unlisted=unlisted)
 
     def _reserve_host_memory(self, action: ReserveHostMemory) -> None:
         ledgers = self.around.ledgers
@@ -472,10 +473,9 @@ class Driver:
 
     async def _reserve_device_memory(self, action: ReserveDeviceMemory) -> Event:
         needs: dict[DeviceId, int] = {}
-        for _, devices, size in action.demands:
-            for device in devices:
-                # How a process divides its memory among its devices is not known: evenly.
-                needs[device] = needs.get(device, 0) + size // len(devices)
+        for _, by_device in action.demands:
+            for device, size in by_device:
+                needs[device] = needs.get(device, 0) + size
         try:
             readings = await self.around.scanner.read(list(needs))
         except ScanFailed as exc:
@@ -483,8 +483,21 @@ class Driver:
         answer = self.around.ledgers.device.reserve(action.tenancy, needs, readings)
         failure = None
         if isinstance(answer, Shortage):
-            failure = Reason(cause=Cause.NO_DEVICE_MEMORY, text=f"device memory: {answer}")
+            kept = self._who_keeps(answer.where)
+            text = f"device memory: {answer}{kept}; ask again when there is room"
+            failure = Reason(cause=Cause.NO_DEVICE_MEMORY, text=text)
         return MemoryReserved(op=action.op, failure=failure)
+
+    def _who_keeps(self, where: str) -> str:
+        """Say who left memory behind on a device, where that is what is missing."""
+        left = [
+            f"{size:,} bytes by pid {rank.id.process.pid} of {key.job}"
+            for key, tenancy in self.machine.tenancies.all.items()
+            for rank in tenancy.participant.ranks.values()
+            for uuid, size in rank.residue
+            if where == f"device {uuid}"
+        ]
+        return f"; left behind by snapshots there: {', '.join(left)}" if left else ""
 
     async def _run_hooks(self, action: RunHooks) -> Event:
         failure = await self.clients.run_hooks(action) if self.clients is not None else None
@@ -575,4 +588,5 @@ def _reserve(ledger: DramLedger, key: TenancyKey, demands: list[Demand]) -> Reas
         return Reason(cause=Cause.NO_HOST_MEMORY, text=text)
     if isinstance(answer, Granted):
         return None
-    return Reason(cause=Cause.NO_HOST_MEMORY, text=f"host memory: {answer}")
+    text = f"host memory: {answer}; free some there, or raise its limit"
+    return Reason(cause=Cause.NO_HOST_MEMORY, text=text)

@@ -402,10 +402,10 @@ class Host:
         rank.do("initialise", group=group, mib=mib, seed=seed)
         return rank
 
-    def add_hooks(self, rank: Rank, *, failing: bool = False, seconds: float = 0.0) -> None:
+    def add_hooks(self, rank: Rank, **how: object) -> None:
         """Has a rank register callbacks, and waits until its agent has a session for them."""
         sessions = self.status()["sessions"]
-        rank.do("hooks", failing=failing, seconds=seconds)
+        rank.start("hooks", **how).wait()
         until(lambda: self.status()["sessions"] > sessions, "its agent is connected")
 
     def used_bytes(self, device: int = 0) -> int:

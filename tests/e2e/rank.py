@@ -272,14 +272,20 @@ def note_called(callback: str) -> None:
 
 
 @command
-def hooks(failing: bool = False, seconds: float = 0.0) -> None:
-    """Registers callbacks around a move that take a time; `failing`: the one before it raises."""
+def hooks(failing: bool = False, seconds: float = 0.0, growing_mib: int = 0) -> None:
+    """Registers callbacks around a move that take a time.
+
+    The one before it raises if it is `failing`, or takes device memory first, once.
+    """
 
     def pause(pause: libtimeslice.Pause) -> None:
         note_called("pause")
         time.sleep(seconds)
         if failing:
             raise RuntimeError("requests are in flight")
+        if growing_mib and len(blocks) == 1:
+            context()  # a context is current in one thread only
+            fill(growing_mib)
 
     def resume(resume: libtimeslice.Resume) -> None:
         note_called("resume")

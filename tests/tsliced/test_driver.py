@@ -289,7 +289,7 @@ def test_without_room_on_the_devices_nothing_is_restored(tmp_path: Path) -> None
             answer = await daemon.answer(daemon.ask(first))
             assert isinstance(answer, Refuse)
             assert answer.code == "no_device_memory"
-            assert "40 MiB needed, 34 MiB available" in answer.text
+            assert "(40 MiB) needed, 35,651,584 bytes (34 MiB) available" in answer.text
             assert f"restore {rank.pid}" not in daemon.backend.calls
 
     tell(tmp_path, story)

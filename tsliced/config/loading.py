@@ -13,6 +13,7 @@ from typing import Any, Final
 from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
 from tsliced.config.settings import (
+    CORE_ELSEWHERE,
     CORE_RULES,
     AuthoritySettings,
     Config,
@@ -107,17 +108,19 @@ def _read(reader: Reader) -> Config:
     if not daemon.host:
         sections["daemon"] = replace(daemon, host=socket.gethostname())
     groups = tuple(_read_group(reader, name) for name in reader.table(("groups",)))
-    limits = _read_limits(reader)
+    limits = _read_limits(reader, sections["memory"])
     origins = {".".join(key): origin for key, origin in reader.origins.items()}
     warnings = tuple(str(problem) for problem in reader.unknown)
     return Config(**sections, groups=groups, limits=limits, warnings=warnings, origins=origins)
 
 
-def _read_limits(reader: Reader) -> Limits:
+def _read_limits(reader: Reader, memory: MemorySettings) -> Limits:
     path = ("limits",)
     # One table holds them all: who sets a limit need not know which part of the daemon keeps it.
-    reader.expect(path, ["barrier_timeout_s", *_names(CoreLimits), *_names(ServerLimits)])
+    core_names = [name for name in _names(CoreLimits) if name not in CORE_ELSEWHERE]
+    reader.expect(path, ["barrier_timeout_s", *core_names, *_names(ServerLimits)])
     core = reader.section(path, CoreLimits, rules=CORE_RULES)
+    core = replace(core, **{name: getattr(memory, name) for name in CORE_ELSEWHERE})
     server = reader.section(path, ServerLimits)
     return reader.section(path, Limits, fixed={"core": core, "server": server})
 
@@ -204,6 +207,8 @@ def _describe_fields(config: Config, path: tuple[str, ...], settings: Any) -> It
     for item in fields(settings):
         value = getattr(settings, item.name)
         if item.name == "name" or isinstance(value, CoreLimits | ServerLimits):
+            continue
+        if isinstance(settings, CoreLimits) and item.name in CORE_ELSEWHERE:
             continue
         origin: Origin = config.origin(*path, item.name)
         if value is None:

@@ -137,6 +137,10 @@ CORE_RULES: Final[Mapping[str, Rule]] = {
 }
 
 
+#: Fields of `CoreLimits` that are configured with what they are about, under ``[memory]``.
+CORE_ELSEWHERE: Final = ("max_residue_bytes",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
     """``[memory]``: what is reserved and what stays free."""
@@ -151,6 +155,8 @@ class MemorySettings:
     device_margin_bytes: int = ruled(0, least=0)
     #: Device readings older than this admit nobody.
     max_reading_age_s: float = 5.0
+    #: A snapshot that leaves more than this on the devices counts as none: see `CoreLimits`.
+    max_residue_bytes: int = ruled(64 << 20, least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,9 @@ class RankRecord:
     device_bytes: int
     state: RankState
     verb: Verb | None
+    #: What it has, and what its snapshot left, by device as far as that is known.
+    bytes_on: tuple[tuple[DeviceId, int], ...] = ()
+    residue: tuple[tuple[DeviceId, int], ...] = ()
 
 
 @value
@@ -282,12 +285,16 @@ class StartOperation:
 class ScanGroups:
     """Find every process with state on the tenancy's groups, and the job's registered ranks.
 
-    Waits a bounded time for the processes in `expect_gone` to vanish from the devices.
+    Waits a bounded time for the processes in `expect_gone` to vanish from the devices, or to have
+    no more than `residue_bytes` there; and for what nobody is listed for on each device to be no
+    more than that above what it was, `unlisted`.
     """
 
     op: OpId
     tenancy: TenancyKey
     expect_gone: frozenset[ProcessId] = frozenset()
+    residue_bytes: int = 0
+    unlisted: tuple[tuple[DeviceId, int], ...] = ()
     #: Groups of other tenancies on which ranks of this one are too: look there as well.
     beyond: tuple[GroupName, ...] = ()
 
@@ -308,7 +315,8 @@ class ReserveDeviceMemory:
 
     op: OpId
     tenancy: TenancyKey
-    demands: tuple[tuple[RankId, frozenset[DeviceId], int], ...]
+    #: Bytes by device, for each rank.
+    demands: tuple[tuple[RankId, tuple[tuple[DeviceId, int], ...]], ...]
 
 
 @value

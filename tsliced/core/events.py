@@ -11,6 +11,7 @@ from tsliced.core.actions import Action, Record
 from tsliced.core.model import (
     Arrival,
     CoreLimits,
+    DeviceId,
     Drain,
     FoundRank,
     GroupConfig,
@@ -158,6 +159,8 @@ class GroupsScanned:
 
     op: OpId
     found: tuple[FoundRank, ...] = ()
+    #: Device memory in use that no process is listed for, where that can be told.
+    unlisted: tuple[tuple[DeviceId, int], ...] = ()
     failure: Reason | None = None
 
 

@@ -190,6 +190,8 @@ class FoundRank:
     devices: frozenset[DeviceId]
     #: Device memory in use, by NVML; 0 where NVML does not say.
     device_bytes: int
+    #: The same by device; empty where it is not known how it is divided.
+    bytes_on: tuple[tuple[DeviceId, int], ...] = ()
     uid: int = -1
     name: str = ""
 
@@ -244,6 +246,8 @@ class CoreLimits:
     #: Alarm for a driver call: `stuck_base_s` plus bytes at `stuck_bytes_per_s`.
     stuck_base_s: float = 30.0
     stuck_bytes_per_s: float = 0.5e9
+    #: A snapshot that leaves more than this on the devices, or half of what was there, is none.
+    max_residue_bytes: int = 64 << 20
     max_wait_s: float = 3600.0
     max_passed_over: int = 8
     #: Longest hold of a group while others wait; None: no limit.

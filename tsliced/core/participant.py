@@ -100,6 +100,8 @@ class Participant:
     _failure: Reason | None = None
     _done: set[Step] = field(default_factory=set)
     _scans: int = 0
+    #: Seen on the devices before the move, with no process listed for it: bytes by device.
+    _unlisted: dict[DeviceId, int] = field(default_factory=dict)
     #: Reserved for in the host memory ledger: bytes by rank.
     _reserved: dict[ProcessId, int] = field(default_factory=dict)
 
@@ -113,11 +115,13 @@ class Participant:
             return [self.answer] if self.answer else []
         if self.order is None or order.stamp.epoch != self.order.stamp.epoch:
             self._failure = None
+            self._unlisted = {}
         self.order, self.answer = order, None
         # What is to be frozen is on its devices, and goes back to where it was.
         self.away = self.away and order.goal is not Goal.FROZEN
-        if order.goal is Goal.FROZEN:
-            # What was promised is asked for once more: others may have taken it unasked.
+        if order.goal in (Goal.FROZEN, Goal.OFF):
+            # What was promised is asked for once more, before anything is touched and again when it
+            # can grow no more: others may have taken it unasked.
             self._reserved.clear()
         self._done.clear()
         self._scans = 0
@@ -127,9 +131,8 @@ class Participant:
         """Go on after a scan; the ranks that it found have been put in before."""
         if not self._take_pending(event.op, event.failure):
             return self._drive(now)
-        if event.failure is None:
-            self._judge(event.found)
-        return self._drive(now)
+        out = self._judge(event) if event.failure is None else []
+        return out + self._drive(now)
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Go on after a reservation or after hooks."""
@@ -168,6 +171,7 @@ class Participant:
                 id=RankId(self.host, found.process),
                 devices=found.devices,
                 device_bytes=found.device_bytes,
+                bytes_on=found.bytes_on,
                 state=RankState.RUNNING,
             )
             self.ranks[found.process] = rank
@@ -176,7 +180,8 @@ class Participant:
             return []
         grown = not found.devices <= rank.devices
         rank.devices |= found.devices
-        rank.device_bytes = found.device_bytes or rank.device_bytes
+        if found.device_bytes:
+            rank.device_bytes, rank.bytes_on = found.device_bytes, found.bytes_on
         return [rank.record(self.tenancy)] if grown else []
 
     # --- what is asked of it from inside ------------------------------------------------------
@@ -320,11 +325,14 @@ class Participant:
 
     def _scan(self, order: Order, step: Step) -> Effect:
         self._scans += 1
-        gone = frozenset(rank.id.process for rank in self._in_state(RankState.PARKED))
+        parked = self._in_state(RankState.PARKED) if order.goal is Goal.OFF else []
+        allowed = self._allowed_residue(parked)
         return ScanGroups(
             op=self._begin(order, step),
             tenancy=self.tenancy,
-            expect_gone=gone if order.goal is Goal.OFF else frozenset(),
+            expect_gone=frozenset(rank.id.process for rank in parked),
+            residue_bytes=allowed if parked else 0,
+            unlisted=tuple(self._unlisted.items()) if parked else (),
             beyond=tuple(self.beyond),
         )
 
@@ -343,7 +351,7 @@ class Participant:
         return ReserveDeviceMemory(
             op=self._begin(order, Step.RESERVE),
             tenancy=self.tenancy,
-            demands=tuple((rank.id, rank.devices, rank.parked_bytes) for rank in parked),
+            demands=tuple((rank.id, rank.needs()) for rank in parked),
         )
 
     def _run_hooks(self, order: Order, *, quiesce: bool) -> Effect:
@@ -373,23 +381,59 @@ class Participant:
             self._fail(failure)
         return True
 
-    def _judge(self, found: tuple[FoundRank, ...]) -> None:
+    def _judge(self, scan: GroupsScanned) -> list[Effect]:
         """Draw the conclusions from a scan that belongs to the standing order."""
         assert self.order is not None
         if self.order.goal is Goal.RESTORED:
-            self._refuse_company(found)
-            return
-        parked = {rank.id.process for rank in self._in_state(RankState.PARKED)}
-        if still := next((f for f in found if f.process in parked and f.device_bytes), None):
-            text = f"{still.device_bytes} bytes are still on its devices after the snapshot"
-            rank = RankId(self.host, still.process)
-            self._fail(Reason(cause=Cause.NOT_FREED, text=text, rank=rank))
+            self._refuse_company(scan.found)
+            return []
+        out: list[Effect] = []
+        if self.order.goal is Goal.OFF:
+            out = self._weigh_residue(scan)
+        else:
+            self._unlisted = dict(scan.unlisted)
         late = self._in_state(RankState.RUNNING)
         if late and Step.RESCAN in self._done:
             self._done.remove(Step.RESCAN)
             if self._scans >= MAX_SCANS:
                 text = "new processes keep appearing on the devices while it is being frozen"
                 self._fail(Reason(cause=Cause.FREEZE_TIMEOUT, text=text, rank=late[0].id))
+        return out
+
+    def _weigh_residue(self, scan: GroupsScanned) -> list[Effect]:
+        """Know what snapshots left on the devices, and whether it is little enough."""
+        out: list[Effect] = []
+        parked = self._in_state(RankState.PARKED)
+        left = {rank.id.process: dict[DeviceId, int]() for rank in parked}
+        for found in scan.found:
+            if found.process in left and found.device_bytes:
+                on = found.bytes_on or ((min(found.devices), found.device_bytes),)
+                left[found.process].update(on)
+        for device, unlisted in scan.unlisted:
+            more = unlisted - self._unlisted.get(device, unlisted)
+            owner = next((r for r in parked if device in r.devices and r.device_bytes), None)
+            if more > 0 and owner is not None:
+                of_owner = left[owner.id.process]
+                of_owner[device] = of_owner.get(device, 0) + more
+        for rank in parked:
+            residue = tuple(sorted(left[rank.id.process].items()))
+            count, allowed = sum(size for _, size in residue), self._allowed_residue([rank])
+            if count > allowed:
+                text = (
+                    f"{count:,} bytes are still on its devices after the snapshot, and no more "
+                    f"than {allowed:,} may be (memory.max_residue_bytes, half of what it had)"
+                )
+                self._fail(Reason(cause=Cause.NOT_FREED, text=text, rank=rank.id))
+            elif residue != rank.residue and (self._unlisted or count > rank.residue_bytes):
+                # Of what was parked before this order, what was known stands.
+                rank.residue = residue
+                out.append(rank.record(self.tenancy))
+        return out
+
+    def _allowed_residue(self, parked: list[Rank]) -> int:
+        """Return how much each of some ranks may leave behind: never what would be no snapshot."""
+        halves = (rank.device_bytes // 2 for rank in parked)
+        return min([self.limits.max_residue_bytes, *halves])
 
     def _refuse_company(self, found: tuple[FoundRank, ...]) -> None:
         for other in found:

@@ -47,6 +47,25 @@ class Rank:
     exited: bool = False
     #: Moved by its latest snapshot.
     parked_bytes: int = 0
+    #: What it has on each device; empty where it is not known how it is divided.
+    bytes_on: tuple[tuple[DeviceId, int], ...] = ()
+    #: What its latest snapshot left on each device, while it is parked.
+    residue: tuple[tuple[DeviceId, int], ...] = ()
+
+    @property
+    def residue_bytes(self) -> int:
+        """What its latest snapshot left on all its devices."""
+        return sum(left for _, left in self.residue)
+
+    def needs(self) -> tuple[tuple[DeviceId, int], ...]:
+        """Return the device memory that a restore takes beyond what was left there."""
+        known, left = dict(self.bytes_on), dict(self.residue)
+        rest = max(0, self.parked_bytes - sum(known.values()))
+        # How it is divided is not known: evenly.
+        return tuple(
+            (device, max(0, known.get(device, 0) + rest // len(self.devices) - left.get(device, 0)))
+            for device in sorted(self.devices)
+        )
 
     def start(self, operation: Operation) -> None:
         """Note that an operation is in flight."""
@@ -65,7 +84,7 @@ class Rank:
         if operation.verb is Verb.SNAPSHOT and event.observed is RankState.PARKED:
             self.parked_bytes = event.moved_bytes or self.device_bytes
         elif event.observed is not RankState.PARKED:
-            self.parked_bytes = 0
+            self.parked_bytes, self.residue = 0, ()
         return operation
 
     def record(self, tenancy: TenancyKey) -> RankRecord:
@@ -75,6 +94,8 @@ class Rank:
             tenancy=tenancy,
             devices=self.devices,
             device_bytes=self.device_bytes,
+            bytes_on=self.bytes_on,
+            residue=self.residue,
             state=self.state,
             verb=self.operation.verb if self.operation else None,
         )

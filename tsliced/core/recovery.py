@@ -137,6 +137,8 @@ def _rank(machine: Machine, record: RankRecord) -> None:
         device_bytes=record.device_bytes,
         state=RankState.UNKNOWN,
         parked_bytes=record.device_bytes,
+        bytes_on=record.bytes_on,
+        residue=record.residue,
     )
     tenancies.regain(rank, record.tenancy)
 

@@ -483,18 +483,22 @@ class Tenancies:
         """Take in who is on the devices, then let the one who asked go on."""
         out = self.observe(event.found)
         tenancy = self.all[self.steps.pop(event.op)]
-        event = replace(event, found=tuple(self._identified(event.found)))
+        event = replace(event, found=tuple(self._identified(event.found, tenancy.key)))
         return out + self.run(tenancy.participant.on_scanned(event, now=now), now)
 
-    def _identified(self, found: Iterable[FoundRank]) -> Iterable[FoundRank]:
-        """Add what is known here and a scan cannot tell: whose a process is, and who is parked."""
+    def _identified(self, found: Iterable[FoundRank], asker: TenancyKey) -> Iterable[FoundRank]:
+        """Add what is known here and a scan cannot tell: whose a process is, and who is parked.
+
+        What a parked rank is known to have left on the devices is nobody's company.
+        """
         for process in found:
             key = self.home.get(process.process)
             if key is None:
                 yield process
                 continue
             rank = self.all[key].participant.ranks[process.process]
-            if rank.state is not RankState.PARKED or process.device_bytes:
+            known = 0 if key == asker else rank.residue_bytes
+            if rank.state is not RankState.PARKED or process.device_bytes > known:
                 yield replace(process, job=key.job)
 
     def on_promised(self, event: HostMemoryPromised) -> None:

@@ -82,13 +82,13 @@ class Shortage:
     def __str__(self) -> str:
         remark = f" ({self.remark})" if self.remark else ""
         return (
-            f"{_mebibytes(self.need_bytes)} needed, {_mebibytes(self.have_bytes)} available "
+            f"{_amount(self.need_bytes)} needed, {_amount(self.have_bytes)} available "
             f"in {self.where}{remark}"
         )
 
 
-def _mebibytes(count: int) -> str:
-    return f"{count / (1 << 20):,.0f} MiB"
+def _amount(count: int) -> str:
+    return f"{count:,} bytes ({count / (1 << 20):,.0f} MiB)"
 
 
 class HostMemory:

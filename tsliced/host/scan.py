@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from tsliced.core.actions import ScanGroups
 from tsliced.core.model import (
     Cause,
     DeviceId,
@@ -72,27 +73,49 @@ class Scanner:
         """A process is gone."""
         self._registered.pop(process, None)
 
-    async def scan(
-        self,
-        tenancy: TenancyKey,
-        expect_gone: frozenset[ProcessId] = frozenset(),
-        beyond: tuple[GroupName, ...] = (),
-    ) -> tuple[FoundRank, ...]:
-        """Return who is on a tenancy's groups, and on those `beyond` that a rank of it reaches.
+    async def scan(self, scan: ScanGroups) -> tuple[FoundRank, ...]:
+        """Return who is on a tenancy's groups, and on those beyond that a rank of it reaches.
 
-        First it waits, within a limit, for the processes in `expect_gone` to be gone. Raises
-        `ScanFailed`.
+        First it waits, within a limit, for what should be gone to be gone, and for what may stay
+        to sink no further. Raises `ScanFailed`.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + GONE_LIMIT_S
+        before = -1
         while True:
-            found = await self.look((*tenancy.groups, *beyond))
-            if loop.time() >= end or expect_gone.isdisjoint(f.process for f in found):
+            found = await self.look((*scan.tenancy.groups, *scan.beyond))
+            left, is_little = self._left(scan, found)
+            if loop.time() >= end or (is_little and left in (0, before)):
                 break
+            before = left
             await asyncio.sleep(GONE_POLL_S)
         if self._backend.seen_by_nvml:
             return found
-        return found + self._unlisted(tenancy)
+        return found + self._registered_on(scan.tenancy)
+
+    def _left(self, scan: ScanGroups, found: Iterable[FoundRank]) -> tuple[int, bool]:
+        """Return how much there is of what should be gone, and whether that is little enough."""
+        unlisted = dict(self.unlisted(device for device, _ in scan.unlisted))
+        left = [f.device_bytes for f in found if f.process in scan.expect_gone]
+        left += [max(0, unlisted.get(device, 0) - before) for device, before in scan.unlisted]
+        return sum(left), all(count <= scan.residue_bytes for count in left)
+
+    def unlisted(self, devices: Iterable[DeviceId]) -> tuple[tuple[DeviceId, int], ...]:
+        """Return what was last seen in use that no process is listed for, by device.
+
+        A device on which NVML does not say what each process uses is left out.
+        """
+        return tuple(
+            (uuid, max(0, reading.used_bytes - _listed(reading)))
+            for uuid in devices
+            if (reading := self.readings.get(uuid)) is not None
+            and all(process.used_bytes is not None for process in reading.processes)
+        )
+
+    def unlisted_on(self, scan: ScanGroups) -> tuple[tuple[DeviceId, int], ...]:
+        """Return the same for all devices that a scan looks at."""
+        groups = (*scan.tenancy.groups, *scan.beyond)
+        return self.unlisted(device for group in groups for device in self._devices_of[group])
 
     async def look(
         self, groups: Iterable[GroupName], *, utilization: bool = False
@@ -113,14 +136,18 @@ class Scanner:
     def _found(self, readings: Mapping[DeviceId, DeviceReading]) -> tuple[FoundRank, ...]:
         on: defaultdict[int, list[tuple[DeviceId, int]]] = defaultdict(list)
         for uuid, reading in readings.items():
+            # Where NVML does not say what a process uses, it may be all that is not another's.
+            rest = max(0, reading.used_bytes - _listed(reading))
             for process in reading.processes:
-                on[process.pid].append((uuid, process.used_bytes or 0))
+                used = rest if process.used_bytes is None else process.used_bytes
+                on[process.pid].append((uuid, used))
         return tuple(
             FoundRank(
                 process=known.process,
                 job=known.job,
                 devices=frozenset(uuid for uuid, _ in on[known.process.pid]),
                 device_bytes=sum(used for _, used in on[known.process.pid]),
+                bytes_on=tuple(sorted(on[known.process.pid])),
                 uid=known.uid,
                 name=known.name,
             )
@@ -155,7 +182,7 @@ class Scanner:
         """Return the groups that devices belong to."""
         return [g for g, of in self._devices_of.items() if not set(of).isdisjoint(devices)]
 
-    def _unlisted(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
+    def _registered_on(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
         devices = frozenset(d for group in tenancy.groups for d in self._devices_of[group])
         return tuple(
             FoundRank(
@@ -168,3 +195,7 @@ class Scanner:
             for process, (job, groups) in self._registered.items()
             if job == tenancy.job and not groups.isdisjoint(tenancy.groups)
         )
+
+
+def _listed(reading: DeviceReading) -> int:
+    return sum(process.used_bytes or 0 for process in reading.processes)

@@ -98,7 +98,7 @@ class Oracle:
             if process.job == owner and process.devices & devices:
                 assert process.state is RankState.RUNNING, f"granted while {process} does not run"
             elif process.job is not None and process.on & devices and not self.world.crowded:
-                known = process.lawful or process.seen
+                known = process.holds and (process.lawful or process.seen)
                 assert not known, f"G1: granted while {process} is on the devices"
 
     def _judge_thaw(self, start: StartOperation) -> None:

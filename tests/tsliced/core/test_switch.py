@@ -77,6 +77,7 @@ def test_a_switch_goes_step_by_step() -> None:
         "ReserveHostMemory",
         "freeze",
         "ScanGroups",
+        "ReserveHostMemory",
         "snapshot",
         "ScanGroups",
         "ScanGroups",
@@ -335,7 +336,8 @@ def test_host_memory_is_reserved_again_for_each_eviction() -> None:
         world.release(world.clients[sessions[(turn + 1) % 2]].held.popitem()[0])
         assert world.held(waiter)
     # Once more for the first switch, in which both jobs came.
-    assert [len(action.demands) for action in world.ended(ReserveHostMemory)] == [1] * 5
+    # And each time before the freeze and again before the snapshot.
+    assert [len(action.demands) for action in world.ended(ReserveHostMemory)] == [1] * 10
 
 
 def test_room_on_the_devices_is_asked_for_by_what_the_snapshot_moved() -> None:
@@ -345,7 +347,31 @@ def test_room_on_the_devices_is_asked_for_by_what_the_snapshot_moved() -> None:
     world.release(world.clients[second].held.popitem()[0])
     (room,) = world.ended(ReserveDeviceMemory)
     rank = world.rank(next(iter(world.processes)))
-    assert room.demands == ((rank, frozenset({D1}), 100),)
+    assert room.demands == ((rank, ((D1, 100),)),)
+
+
+def test_g1_what_a_snapshot_left_behind_keeps_nobody_off_also_after_a_restart() -> None:
+    world = World()
+    first, second = two_jobs(world)
+    for process in world.processes.values():
+        process.residue_bytes = 30
+    waiter = world.acquire(first)
+    world.release(world.clients[second].held.popitem()[0])
+    assert world.held(waiter)
+    world.release(waiter)
+    lease = world.acquire(second)
+    assert world.held(lease)
+    (parked,) = (p.id for p in world.processes.values() if p.state is RankState.PARKED)
+    left = ((D1, 30),)
+    for _ in range(2):
+        (rank,) = world.machine.tenancies.ranks_of(world.machine.tenancies.home[parked])
+        assert rank.residue == left
+        world.restart()
+    world.release(lease)
+    world.processes[parked].residue_bytes = 31
+    # More than is known of is somebody on the devices.
+    again = world.acquire(first)
+    assert world.held(again), "its own never keeps it off"
 
 
 @pytest.mark.parametrize("phase", [ScanGroups, ReserveHostMemory, (StartOperation, Verb.FREEZE)])

@@ -145,11 +145,18 @@ class Process:
     seen: bool = False
     #: A snapshot was claimed, but the memory is still there.
     leftover: bool = False
+    #: What each snapshot leaves on the devices.
+    residue_bytes: int = 0
 
     @property
     def on(self) -> frozenset[DeviceId]:
         """Devices that hold its memory."""
-        return self.devices if self.state.holds_device or self.leftover else frozenset()
+        return self.devices if self.holds or self.residue_bytes else frozenset()
+
+    @property
+    def holds(self) -> bool:
+        """Whether its state is on its devices."""
+        return self.state.holds_device or self.leftover
 
 
 @dataclass(slots=True, kw_only=True)
@@ -352,7 +359,7 @@ class World:
                 process=process.id,
                 job=process.job,
                 devices=process.on,
-                device_bytes=process.device_bytes,
+                device_bytes=process.device_bytes if process.holds else process.residue_bytes,
                 uid=process.job.uid if process.job else 0,
                 name="python",
             )
@@ -370,7 +377,8 @@ class World:
         if start.verb is not Verb.RESTORE or process is None or self.crowded:
             return
         for other in self.processes.values():
-            alien = other.lawful and other.job != process.job and other.on & process.devices
+            alien = other.lawful and other.job != process.job and other.holds
+            alien = alien and not other.devices.isdisjoint(process.devices)
             assert not alien, f"{process} is restored where {other} is"
 
     def _operate(self, start: StartOperation) -> OperationFinished:

@@ -105,6 +105,8 @@ def rank(*, verb: Verb | None = Verb.FREEZE) -> RankRecord:
         device_bytes=80 << 30,
         state=RankState.RUNNING,
         verb=verb,
+        bytes_on=((DeviceId("GPU-0"), 70 << 30), (DeviceId("GPU-1"), 10 << 30)),
+        residue=((DeviceId("GPU-1"), 2 << 20),),
     )
 
 

@@ -91,6 +91,9 @@ class FakeNvml:
     def nvmlDeviceGetName(self, handle: str) -> str | bytes:  # noqa: N802
         return self.text(f"Model {handle}")
 
+    def nvmlDeviceGetMinorNumber(self, handle: str) -> int:  # noqa: N802
+        return int(handle[-1])
+
     def nvmlDeviceGetPersistenceMode(self, handle: str) -> int:  # noqa: N802
         self.fail("persistence")
         return 0

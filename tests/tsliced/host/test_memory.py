@@ -187,7 +187,10 @@ class TestDramLedger:
     def test_the_tightest_place_is_named(self, host: FakeHost) -> None:
         ledger = DramLedger(memory_of(host))
         shortage = ledger.reserve("first", [Demand(A, 301 * MIB)])
-        assert str(shortage) == (f"301 MiB needed, 300 MiB available in {self.point}/job/a")
+        assert str(shortage) == (
+            "315,621,376 bytes (301 MiB) needed, 314,572,800 bytes (300 MiB) available in "
+            f"{self.point}/job/a"
+        )
 
     def test_demands_of_one_request_share_their_ancestors(self, host: FakeHost) -> None:
         ledger = DramLedger(memory_of(host))

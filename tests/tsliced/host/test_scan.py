@@ -24,7 +24,8 @@ from in_process import (
 )
 
 import tsliced.host.scan
-from tsliced.core.model import GroupConfig, GroupName, ProcessId, TenancyKey
+from tsliced.core.actions import ScanGroups
+from tsliced.core.model import GroupConfig, GroupName, OpId, ProcessId, TenancyKey
 from tsliced.host.devices import DeviceError, Devices
 from tsliced.host.membership import Membership
 from tsliced.host.scan import ScanFailed, Scanner
@@ -41,6 +42,12 @@ class Place:
         self.backend = FakeBackend(self.devices, directory)
         # The stand-in has the one method that a scanner needs.
         self.scanner = Scanner(GROUPS, self.devices, self.membership, self.backend)  # type: ignore[arg-type]
+
+
+def scan_of(key: TenancyKey, *gone: ProcessId, residue_bytes: int = 0) -> ScanGroups:
+    return ScanGroups(
+        op=OpId(1), tenancy=key, expect_gone=frozenset(gone), residue_bytes=residue_bytes
+    )
 
 
 def tell(tmp_path: Path, story: Callable[[Place], Awaitable[None]]) -> None:
@@ -100,7 +107,7 @@ def test_who_is_to_be_gone_is_waited_for(tmp_path: Path) -> None:
         with process_of("a") as rank:
             place.devices.put(rank, MIB)
             key = TenancyKey(job("a"), (G1,))
-            scanning = asyncio.create_task(place.scanner.scan(key, frozenset({rank})))
+            scanning = asyncio.create_task(place.scanner.scan(scan_of(key, rank)))
             await asyncio.sleep(0.03)
             assert not scanning.done()
             place.devices.take(rank)
@@ -114,7 +121,7 @@ def test_who_does_not_go_is_found_in_the_end(tmp_path: Path) -> None:
         with process_of("a") as rank:
             place.devices.put(rank, MIB)
             key = TenancyKey(job("a"), (G1,))
-            (found,) = await place.scanner.scan(key, frozenset({rank}))
+            (found,) = await place.scanner.scan(scan_of(key, rank))
             assert found.device_bytes == MIB
 
     tell(tmp_path, story)
@@ -179,11 +186,11 @@ def test_a_backend_that_nvml_does_not_show_goes_by_who_registered(tmp_path: Path
         with process_of("a") as rank, process_of("b") as other:
             place.scanner.register(rank, job("a"), (G1, G2))
             place.scanner.register(other, job("b"), (G1,))
-            (found,) = await place.scanner.scan(TenancyKey(job("a"), (G2,)), frozenset())
+            (found,) = await place.scanner.scan(scan_of(TenancyKey(job("a"), (G2,))))
             assert (found.process, found.devices) == (rank, frozenset({D2}))
-            assert await place.scanner.scan(TenancyKey(job("b"), (G2,)), frozenset()) == ()
+            assert await place.scanner.scan(scan_of(TenancyKey(job("b"), (G2,)))) == ()
             place.scanner.forget(rank)
-            assert await place.scanner.scan(TenancyKey(job("a"), (G2,)), frozenset()) == ()
+            assert await place.scanner.scan(scan_of(TenancyKey(job("a"), (G2,)))) == ()
 
     tell(tmp_path, story)
 
@@ -235,7 +242,7 @@ def test_with_the_real_nvml_ranks_are_found_and_a_snapshotted_one_is_not(
             for operation in ("lock", "checkpoint"):
                 caller.do("operate", operation=operation, pid=rank.pid)
             key = TenancyKey(job("a"), (name,))
-            assert await scanner.scan(key, frozenset({found.process})) == ()
+            assert await scanner.scan(scan_of(key, found.process)) == ()
             assert scanner.readings[group.devices[1]].used_bytes == 0
         finally:
             await devices.close()
