@@ -389,16 +389,20 @@ class Granting(Draining):
         for round_ in own:
             round_.admit_tries += 1
             passes = reason.cause in _COMPANY or reason.is_ours
-            if (passes or gone) and round_.admit_tries < MAX_ADMIT_TRIES:
+            early = round_.admit_tries < MAX_ADMIT_TRIES
+            # What another job left there is no reason to refuse this one, however long it stays.
+            if reason.cause is Cause.OCCUPIED or ((passes or gone) and early):
                 if passes:
                     self.tell_stalled(round_, key.job, reason)
-                if passes and not self._others_on(key):
+                if passes and not (early and self._others_on(key)):
                     # Nobody can be sent away, but whatever it is may pass.
                     self._pause(round_, round_.admit_tries, now)
                 continue
             if at_fault:
                 self.set_fault(key, reason, now)
             code = reason.cause.value if reason.cause in _REFUSAL_CODES else "refused"
+            if reason.is_ours:
+                code = "unavailable"
             self._refuse_round(round_, code, str(reason), now)
 
     def retry(self, job: JobKey, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from stories import ON_G1, PARKED, RUNNING, A, B, C, fails, parked, resident
-from world import D1, G1, G2, LIMITS, Process, World
+from world import D1, G1, G2, LIMITS, Process, World, failure
 
 from tsliced.core.actions import (
     ScanGroups,
@@ -53,6 +53,21 @@ def test_a_stranger_that_stays_makes_the_job_give_up() -> None:
     assert len(world.ended(ScanGroups)) >= MAX_ADMIT_TRIES
     assert world.state(rank) is PARKED
     assert not world.machine.leasing.faults
+
+
+def test_g11_devices_that_cannot_be_looked_at_are_no_fault_of_the_job_that_waits() -> None:
+    world = World()
+    session, (rank,), lease = parked(world)
+    again = world.acquire(session)
+    world.device_memory = lambda _: failure(Cause.DRIVER)
+    world.release(lease)
+    world.pass_time(100.0)
+    # It is refused as unavailable, and may ask again.
+    assert world.code(again) == "unavailable"
+    assert world.state(rank) is PARKED
+    assert not world.machine.leasing.faults
+    world.device_memory = lambda _: None
+    assert world.held(world.acquire(session))
 
 
 def test_a_stranger_is_noted_once_until_it_is_gone() -> None:
@@ -114,13 +129,14 @@ def test_g11_a_tenancy_that_a_stranger_kept_from_returning_is_freed_when_it_is_g
     assert {world.state(rank) for rank in ranks} == {PARKED}
 
 
-def test_memory_that_only_the_books_call_parked_lets_nobody_on_until_it_is_gone() -> None:
+def test_g11_memory_that_only_the_books_call_parked_lets_nobody_on_until_it_is_gone() -> None:
     world = World()
     _, (rank,), lease = parked(world)
     other = world.acquire(world.session(C))
     world.processes[rank].leftover = True
     world.release(lease)
-    world.pass_time(1.0)
+    # Who waits is not refused for it, however long it takes.
+    world.pass_time(30 * LIMITS.retry_max_s)
     assert world.waits(other)
     world.processes[rank].leftover = False
     world.pass_time(LIMITS.retry_max_s)
