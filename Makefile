@@ -43,6 +43,12 @@ check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages,
 bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives
 	$(BIN)/python -m bench
 
+.PHONY: fuzz
+fuzz: $(VENV)/.stamp-fuzz ## Feed the daemon FRAMES=1000000 frames that nobody meant, or DURATION=seconds of them; SEED=n
+	$(BIN)/python tests/fuzz/fuzz.py --frames $(or $(FRAMES),1000000) \
+		$(if $(filter command% environment%,$(origin DURATION)),--duration $(DURATION)) \
+		$(if $(filter command% environment%,$(origin SEED)),--seed $(SEED))
+
 .PHONY: package
 package: bundle ## An archive that installs the daemon without a network: build/package/
 	tar --owner=0 --group=0 --numeric-owner --sort=name -C build/package \
@@ -98,6 +104,12 @@ $(VENV)/.stamp-daemon: $(METADATA) | $(VENV)/bin/python
 
 $(VENV)/.stamp-test: $(METADATA) constraints.txt $(VENV)/.stamp-daemon
 	$(PIP) install --constraint constraints.txt --editable '.[daemon,test]'
+	@touch $@
+
+# The fuzzer that is guided by coverage has no wheel for every Python; there is another one without it.
+$(VENV)/.stamp-fuzz: $(VENV)/.stamp-test
+	@$(PIP) install --constraint constraints.txt --editable '.[fuzz]' >build/atheris.log 2>&1 || \
+		echo 'atheris cannot be had here (build/atheris.log); going on without it'
 	@touch $@
 
 # systemd-python is built from source against libsystemd-dev. The daemon has a replacement for the few

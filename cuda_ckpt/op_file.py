@@ -65,7 +65,7 @@ def read_op_file(path: str) -> OpRecord | None:
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
         raise OpFileError(
             f"{path} is not an op file: {exc!r}",
             operation="read_op_file",

@@ -61,6 +61,15 @@ def all_frames() -> list[Golden]:
     return [frame for version in versions() for frame in frames(version)]
 
 
+def spoken(version: str, sender: str) -> dict[str, Message]:
+    """Returns what one side sent under a version, by name.
+
+    What a version neither added nor changed it has of those before it.
+    """
+    known = versions()[: versions().index(version) + 1]
+    return {f.name: f.message for each in known for f in frames(each) if f.sender == sender}
+
+
 def frame_of(message: Message) -> bytes:
     """Packs a message without the product's help."""
     body: bytes = msgpack.packb(message)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_daemon import FakeConnection, FakeDaemon, state_of, wait_for
-from golden import frame_of, frames, versions
+from golden import frame_of, spoken, versions
 
 from libtimeslice import (
     AcquireTimeout,
@@ -31,11 +31,7 @@ class OldDaemon:
     """Answers each request with a kept frame, in which only the id is put right."""
 
     def __init__(self, daemon: FakeDaemon, version: str) -> None:
-        # What a version did not add it has of those before it.
-        known = versions()[: versions().index(version) + 1]
-        self.frames = {
-            f.name: f.message for each in known for f in frames(each) if f.sender == "daemon"
-        }
+        self.frames = spoken(version, "daemon")
         #: By request: the name of the frame that answers it.
         self.answers = {
             "hello": "welcome",

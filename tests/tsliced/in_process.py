@@ -79,20 +79,27 @@ async def until(condition: Callable[[], Found], what: str) -> Found:
 @contextmanager
 def process_of(name: str) -> Iterator[ProcessId]:
     """A process whose environment says to which job it belongs."""
-    sleeper = subprocess.Popen(["sleep", "600"], env={**os.environ, "TSLICE_JOB_ID": name})
+    sleeper = subprocess.Popen(
+        # It ends when this process does, however that ends.
+        ["cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TSLICE_JOB_ID": name},
+    )
     try:
         # Popen comes back when the kernel has begun to make it another program.
         environ = Path(f"/proc/{sleeper.pid}/environ")
         end = time.monotonic() + LIMIT_S
         while f"TSLICE_JOB_ID={name}".encode() not in environ.read_bytes():
-            assert time.monotonic() < end, "sleep did not start"
+            assert time.monotonic() < end, "cat did not start"
             time.sleep(0.001)
         process = identify(sleeper.pid)
         assert process is not None
         yield process
     finally:
         sleeper.kill()
-        sleeper.wait(LIMIT_S)
+        sleeper.communicate(timeout=LIMIT_S)
 
 
 @dataclass
@@ -301,6 +308,7 @@ async def inside(
     groups: tuple[GroupConfig, ...] = GROUPS,
     limits: CoreLimits | None = None,
     devices: FakeDevices | None = None,
+    log_level: str = "debug",
 ) -> AsyncIterator[Inside]:
     """Run a driver on the journal in `directory`."""
     devices = devices or FakeDevices()
@@ -331,7 +339,7 @@ async def inside(
                     device=DeviceLedger(),
                     margin=SnapshotMargin(ratio=0.0, bytes=0),
                 ),
-                log=Log("debug", stream=stream),
+                log=Log(log_level, stream=stream),
                 tasks=tasks,
             )
             driver = Driver(machine, around, on_broken=broken.set)

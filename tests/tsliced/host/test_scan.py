@@ -73,7 +73,7 @@ def test_a_process_is_found_once_with_all_its_devices_and_bytes(tmp_path: Path) 
             assert (found.process, found.job) == (rank, job("a"))
             assert found.devices == {D1, D2}
             assert found.device_bytes == 7 * MIB
-            assert (found.uid, found.name) == (os.getuid(), "sleep")
+            assert (found.uid, found.name) == (os.getuid(), "cat")
             (part,) = await place.scanner.look([G2])
             assert (part.devices, part.device_bytes) == (frozenset({D2}), 4 * MIB)
 

@@ -137,7 +137,7 @@ def test_a_switch_shows_who_comes_and_what_is_being_done(tmp_path: Path) -> None
             (shown,) = page.ranks()
             assert shown["pid"] == rank.pid
             assert shown["job"] == A
-            assert (shown["host"], shown["name"], shown["uid"]) == ("n1", "sleep", UID)
+            assert (shown["host"], shown["name"], shown["uid"]) == ("n1", "cat", UID)
             assert (shown["groups"], shown["devices"]) == ([G1], [D1])
             assert shown["device_bytes"] == 8 * MIB
             assert (shown["state"], shown["doing"]) == ("running", "freeze")
