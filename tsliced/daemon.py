@@ -7,12 +7,14 @@ import contextlib
 import gc
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tsliced.config import Config, ConfigSource, resolve_groups, visible_of
 from tsliced.core.events import Started
@@ -128,8 +130,8 @@ class Daemon:
 
         async def ask() -> None:
             while True:
-                await asyncio.sleep(START_INTERVAL_S)
                 self.notifier.send(f"EXTEND_TIMEOUT_USEC={round(3e6 * START_INTERVAL_S)}")
+                await asyncio.sleep(START_INTERVAL_S)
 
         asking = asyncio.create_task(ask(), name="start")
         try:
@@ -327,8 +329,10 @@ class Daemon:
     async def _serve(
         self, stack: contextlib.AsyncExitStack, server: Server, sock: socket.socket
     ) -> None:
+        # Whoever made the socket takes its file away. From Python 3.13 on the loop would.
+        ours: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         listening = await asyncio.get_running_loop().create_unix_server(
-            lambda: Connection(server), sock=sock, backlog=server.limits.backlog
+            lambda: Connection(server), sock=sock, backlog=server.limits.backlog, **ours
         )
         stack.callback(listening.close)
 

@@ -253,11 +253,12 @@ class Box:
                     return int(pid)
         raise AssertionError(f"there is no process {inner} in the box")
 
-    def rank(self, job: str, **environment: str) -> BoxRank:
+    def rank(self, job: str, *properties: str, **environment: str) -> BoxRank:
         """Starts a rank in the box, in a scope of its own as a login would have."""
         variables = {**ENVIRONMENT, "TSLICE_SOCKET": SOCKET, "TSLICE_JOB_ID": job, **environment}
         settings = [f"{key}={value}" for key, value in variables.items()]
         scope = ["systemd-run", "--scope", "--quiet", "--collect"]
+        scope += [f"--property={each}" for each in properties]
         process = subprocess.Popen(
             self.enter(*settings, *scope, PYTHON, RANK),
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from box import DEVICES, NEXT_VERSION, Box, BoxRank, children
-from harness import LIMIT_S, until
+from harness import LIMIT_S, RankError, until
 
 #: From the daemon's end to the grant of a waiter for whom nothing has to be moved; seconds.
 GOAL_S = 1.5
@@ -56,6 +56,7 @@ def test_it_starts_as_a_service_and_says_what_it_does(box: Box) -> None:
     holder, _ = hold_and_wait(box)
     until(lambda: "g1 held by job 0/a, 1 waiting; g2 free" in box.show("StatusText"), "it is told")
     assert box.run("tslicectl", "status").stdout.splitlines()[2].startswith("GROUP")
+    assert box.run("getent", "group", "tsliced").stdout.startswith("tsliced:")
     directory = box.run("stat", "-c", "%a %U %F", "/run/tsliced", "/var/lib/tsliced").stdout
     assert directory.splitlines() == ["755 root directory", "700 root directory"]
     box.run("systemctl", "stop", "tsliced.socket", "tsliced.service")
@@ -77,6 +78,22 @@ def test_the_sandbox_lets_it_at_devices_and_at_others_processes(box: Box) -> Non
     other.do("release")
     trainer.do("acquire", groups="g1", timeout=60)
     assert trainer.do("digest") == digest
+
+
+def test_the_sandbox_lets_it_see_which_devices_a_job_may_open(box: Box) -> None:
+    nodes = [f"/dev/nvidia{minor}" for minor in (0, 1)]
+    for minor, node in enumerate(nodes):
+        box.run("mknod", "-m", "666", node, "c", "1", str(3 + 2 * minor))  # as null and zero
+    try:
+        box.start()
+        confined = box.rank("a", "DevicePolicy=strict", "DeviceAllow=/dev/zero rwm")
+        with pytest.raises(RankError) as refused:
+            confined.do("acquire", groups="g1", timeout=10)
+        assert refused.value.code == "not_permitted"
+        assert confined.do("acquire", groups="g2", timeout=10)["state"] == "held"
+        assert box.rank("b").do("acquire", groups="g1", timeout=10)["state"] == "held"
+    finally:
+        box.run("rm", *nodes)
 
 
 def test_the_first_to_connect_starts_it(box: Box) -> None:
@@ -153,6 +170,18 @@ def test_g8_a_client_that_is_stopped_keeps_its_lease_beyond_its_grace_because_it
     os.kill(holder.pid, signal.SIGCONT)
     holder.do("release")
     until(lambda: box.group()["state"] == "free", "it is heard of as soon as it has come back")
+
+
+def test_g8_who_is_beyond_the_store_comes_back_by_itself(box: Box) -> None:
+    box.drop_in("FileDescriptorStoreMax=1")
+    box.start()
+    holder, _ = hold_and_wait(box)
+    held = holder.do("look")
+    assert kept(box) == 1
+    kill(box)
+    assert box.group()["token"] == held["tokens"]["g1"]
+    assert box.group()["waiters"] == 1
+    until(lambda: holder.do("look")["state"] == "held", "it is certain of it again")
 
 
 def test_from_kill_9_to_the_grant_of_a_waiter(box: Box, capsys: pytest.CaptureFixture[str]) -> None:

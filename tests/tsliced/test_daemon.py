@@ -101,6 +101,7 @@ def test_the_service_manager_is_told_when_it_serves_that_it_lives_and_when_it_st
         manager.bind(str(host.directory / "notify"))
         manager.settimeout(LIMIT_S)
         host.start_daemon(NOTIFY_SOCKET=str(host.directory / "notify"), WATCHDOG_USEC="300000")
+        assert manager.recv(1000) == b"EXTEND_TIMEOUT_USEC=30000000", "while it starts"
         assert manager.recv(1000) == b"READY=1\nSTATUS=serving 2 devices; g1 free; g2 free"
         for _ in range(3):
             assert manager.recv(1000) == b"WATCHDOG=1"

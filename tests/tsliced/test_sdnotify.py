@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,44 @@ def test_all_lines_come_in_one_message(manager: tuple[socket.socket, str]) -> No
     assert notifier.enabled
     assert notifier.send("READY=1", "STATUS=serving 2 devices")
     assert sock.recv(1000) == b"READY=1\nSTATUS=serving 2 devices"
+
+
+def test_a_status_that_is_shown_is_not_sent_again(manager: tuple[socket.socket, str]) -> None:
+    sock, address = manager
+    notifier = Notifier({"NOTIFY_SOCKET": address})
+    notifier.ready("two")
+    for text in ("two", "three", "three", "two"):
+        notifier.status(text)
+    notifier.send("STOPPING=1")
+    said = [sock.recv(1000) for _ in range(4)]
+    assert said == [b"READY=1\nSTATUS=two", b"STATUS=three", b"STATUS=two", b"STOPPING=1"]
+
+
+def test_a_reload_is_told_with_its_instant(manager: tuple[socket.socket, str]) -> None:
+    sock, address = manager
+    before = time.monotonic_ns() // 1000
+    Notifier({"NOTIFY_SOCKET": address}).reloading()
+    begun, _, usec = sock.recv(1000).decode().rpartition("=")
+    assert begun == "RELOADING=1\nMONOTONIC_USEC"
+    assert before <= int(usec) <= time.monotonic_ns() // 1000
+
+
+def test_a_descriptor_is_handed_over_under_its_name_and_taken_back(
+    manager: tuple[socket.socket, str],
+) -> None:
+    sock, address = manager
+    notifier = Notifier({"NOTIFY_SOCKET": address})
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert notifier.store("c-1", theirs.fileno())
+        data, (descriptor,), _, _ = socket.recv_fds(sock, 1000, 4)
+        assert data == b"FDSTORE=1\nFDNAME=c-1"
+        with socket.socket(fileno=descriptor) as kept:
+            ours.send(b"it is the same")
+            assert kept.recv(100) == b"it is the same"
+        notifier.drop("c-1")
+        assert sock.recv(1000) == b"FDSTOREREMOVE=1\nFDNAME=c-1"
+        assert not Notifier({}).store("c-1", theirs.fileno())
 
 
 def test_without_a_manager_nothing_is_sent() -> None:

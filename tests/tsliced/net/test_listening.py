@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tsliced.net.listening import MAX_PATH_BYTES, SOCKET_MODE, ListenError, listen
+from tsliced.core.model import SessionId
+from tsliced.net.listening import (
+    MAX_PATH_BYTES,
+    SOCKET_MODE,
+    Inheritance,
+    ListenError,
+    inherit,
+    listen,
+)
+from tsliced.net.survivors import name_of, session_of
 
 
 def connects(path: Path) -> bool:
@@ -108,3 +119,53 @@ def test_a_private_socket_is_not_put_where_another_user_is_master(tmp_path: Path
     os.chown(tmp_path, 5, 5)
     with pytest.raises(ListenError, match="belongs to another user"):
         listen(str(tmp_path / "s"), backlog=8, private=True)
+
+
+@pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "2"}])
+def test_what_was_passed_to_another_process_is_left_alone_and_not_passed_on(
+    environ: dict[str, str],
+) -> None:
+    environ = {**environ, "LISTEN_FDNAMES": "control:c-1", "HOME": "/"}
+    assert inherit(environ) == Inheritance()
+    assert environ == {"HOME": "/"}
+
+
+#: Says what was taken over; descriptors: a listening socket, a file, two connections.
+HEIR = """
+import os, sys
+from tsliced.net.listening import inherit
+os.environ["LISTEN_PID"] = str(os.getpid())
+found = inherit()
+assert found.listener is not None and not found.listener.get_inheritable()
+print(found.listener.getsockname(), *(name for name, _ in found.kept), "LISTEN_FDS" in os.environ)
+"""
+
+
+def test_what_was_passed_is_told_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as sock, ours, theirs, open("/dev/null") as file:
+        sock.bind(str(path))
+        sock.listen(8)
+        passed = [one.fileno() for one in (sock, file, theirs, theirs)]
+        high = [os.dup2(descriptor, 200 + i) for i, descriptor in enumerate(passed)]
+        moves = " ".join(f"{3 + i}<&{fd}" for i, fd in enumerate(high))
+        done = subprocess.run(
+            ["bash", "-c", f'exec "$@" {moves}', "bash", sys.executable, "-c", HEIR],
+            env={
+                **os.environ,
+                "LISTEN_FDS": "4",
+                "LISTEN_FDNAMES": "control:file:c-s1-0a:stranger",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            pass_fds=high,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        for fd in high:
+            os.close(fd)
+    assert done.stdout.split() == [str(path), "c-s1-0a", "False"], done.stderr
+    assert session_of("c-s1-0a") == "s1"
+    assert session_of(name_of(SessionId("s1"))) == "s1"
+    assert name_of(SessionId("s1")) != name_of(SessionId("s1"))

@@ -1,0 +1,106 @@
+"""What a reload can change, and what has to wait for a restart."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from tsliced.config import Config, load
+from tsliced.config.changes import changed_keys, without_restart
+
+SAMPLE = Path(__file__).parents[2] / "systemd" / "tsliced.toml"
+
+
+def read(path: Path, text: str) -> Config:
+    path.write_text(text)
+    return replace(load(path), files=())
+
+
+def test_what_needs_a_restart_stays_and_is_named_and_the_rest_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    old = read(path, '[daemon]\nhost = "n1"\n')
+    new = read(
+        path,
+        """
+        [daemon]
+        host = "n2"
+        log_level = "debug"
+        [limits]
+        block = 64
+        grace_s = 3.0
+        backlog = 12
+        barrier_timeout_s = 900.0
+        [scan]
+        interval_s = 0.5
+        nvml_timeout_s = 7.0
+        [groups.a]
+        devices = ["0"]
+        """,
+    )
+    taken, waiting = without_restart(old, new)
+    assert sorted(waiting) == [
+        "daemon.host",
+        "limits.backlog",
+        "limits.block",
+        "scan.nvml_timeout_s",
+    ]
+    assert set(changed_keys(old, taken)) == {
+        "daemon.log_level",
+        "limits.barrier_timeout_s",
+        "limits.grace_s",
+        "scan.interval_s",
+        "groups.a",
+    }
+    assert taken.limits.core.grace_s == 3.0
+    assert taken.daemon.host == "n1"
+    assert changed_keys(taken, taken) == ()
+    assert without_restart(old, old) == (old, ())
+
+
+def test_the_sample_says_of_each_key_whether_it_needs_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    old = read(path, "")
+    section = ""
+    for line in SAMPLE.read_text().splitlines():
+        if match := re.fullmatch(r"#?\[([a-z.]+)\]", line):
+            section = match[1]
+        match = re.fullmatch(r"#([a-z_]+) = (.+?)(  # \(restart\))?", line)
+        if match is None or not hasattr(old, section):
+            continue
+        key, value = match[1], match[2]
+        new = read(path, f"[{section}]\n{key} = {other(key, value)}\n")
+        taken, waiting = without_restart(old, new)
+        assert bool(match[3]) == (f"{section}.{key}" in waiting), line
+        assert bool(match[3]) != (f"{section}.{key}" in changed_keys(old, taken)), line
+
+
+#: Values that differ from the default where a number a little less would not do.
+OTHERS = {
+    "log_level": '"debug"',
+    "backend": '"other"',
+    "loop": '"asyncio"',
+    "device_cgroup": '"off"',
+    "clients": '"own"',
+    "host": '"other"',
+    "cluster": '"other"',
+    "visible_devices": '"5"',
+    "barrier_timeout_s": "1e6",
+    "max_frame_bytes": "4096",
+    "max_send_buffer_bytes": "1048576",
+    "max_buffered_bytes": "8388608",
+    "device_margin_bytes": "1",
+}
+
+
+def other(key: str, value: str) -> str:
+    """Return another value that the key may have."""
+    if key in OTHERS:
+        return OTHERS[key]
+    if value in ("true", "false"):
+        return "false" if value == "true" else "true"
+    if re.fullmatch(r"[0-9.]+", value):
+        return f"{float(value) * 0.9}" if "." in value else f"{int(value) * 9 // 10}"
+    if re.fullmatch(r'"[0-9.]+ [KMGT]iB"', value):
+        return "12345678"
+    return '"/other"'
