@@ -270,6 +270,8 @@ class Daemon:
             limits=self.config.limits.core,
             generation=journal.generation,
             ceiling=journal.ceiling,
+            cluster=self.config.daemon.cluster,
+            freeze_strangers=self.config.scan.strangers == "freeze",
         )
         machine = Machine(config, random=Random())
         recover(machine, journal.load(), now=time.monotonic())

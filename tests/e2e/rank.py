@@ -17,6 +17,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -302,6 +303,36 @@ def watch() -> None:
     ts = client()
     ts.on_hold_warning(lambda warning: calls.append(f"warning {warning.ends_in_s:.1f}"))
     ts.on_lost(lambda lost: calls.append(f"lost {lost.reason}"))
+
+
+@command
+def bye() -> None:
+    """Says goodbye to the daemon, and lives on."""
+    client().close()
+
+
+@command
+def work_unasked(file: str) -> None:
+    """Starts a thread that uses the device without a lease, and then makes a file."""
+
+    def use() -> None:
+        context()  # a context is current in one thread only
+        call("cuCtxSynchronize")
+        with open(file, "w") as done:
+            done.write(digest())
+
+    threading.Thread(target=use).start()
+
+
+@command
+def save_at_sigterm() -> None:
+    """Has a handler for SIGTERM use the device, as one does that saves, and then end."""
+
+    def save(_number: int, _frame: object) -> None:
+        digest()
+        os._exit(7)
+
+    signal.signal(signal.SIGTERM, save)
 
 
 @command

@@ -22,7 +22,7 @@ _AT_START: Final = {
         "linger_us",
     ),
     "authority": ("device_cgroup", "clients"),
-    "scan": ("nvml_timeout_s",),
+    "scan": ("nvml_timeout_s", "strangers"),
     "history": ("max_events", "max_bytes", "max_age_s", "max_pending_events"),
     "limits.core": ("block", "story"),
     "limits.server": ("backlog", "max_processes"),

@@ -130,6 +130,10 @@ class Limits:
 #: For the fields of `CoreLimits`, which is below configuration and carries no rules.
 CORE_RULES: Final[Mapping[str, Rule]] = {
     "barrier_margin_s": Rule(least=0),
+    "courtesy_turn_s": Rule(least=0),
+    "stranger_turn_s": Rule(least=0),
+    "end_grace_s": Rule(least=0),
+    "on_rank_lost": Rule(choices=("wait", "kill")),
     "grace_s": Rule(least=0),
     "max_passed_over": Rule(least=0),
     "retry_min_s": Rule(least=0.01),
@@ -165,6 +169,9 @@ class ScanSettings:
 
     #: Strangers on a device are promised to be seen within 2 s.
     interval_s: float = ruled(1.0, least=0.1, most=2)
+    #: Processes of no known job on the devices of groups: ``report`` tells of them and leaves them
+    #: alone, ``freeze`` takes them off like a job when somebody is let on.
+    strangers: str = ruled("report", choices=("report", "freeze"))
     #: NVML blocks when a driver is in trouble: beyond this, the last reading has to do.
     nvml_timeout_s: float = ruled(2.0, least=0.1)
 

@@ -138,6 +138,28 @@ class FaultRecord:
 
 
 @value
+class StrangerRecord:
+    """A job that stands for a stranger, or no longer does (`process` None)."""
+
+    job: JobKey
+    process: ProcessId | None
+
+
+@value
+class RemainsRecord:
+    """What is left of a job: no client (`orphaned`), ranks that lost one. Neither: nothing."""
+
+    job: JobKey
+    orphaned: bool
+    survivors: tuple[ProcessId, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be remembered."""
+        return not self.orphaned and not self.survivors
+
+
+@value
 class DrainRecord:
     """Nobody more is let onto a group, or again (`drain` None)."""
 
@@ -156,6 +178,8 @@ Record: TypeAlias = (
     | RankEndedRecord
     | FaultRecord
     | DrainRecord
+    | StrangerRecord
+    | RemainsRecord
 )
 
 # --- actions: towards clients -----------------------------------------------------------------

@@ -35,7 +35,7 @@ from tsliced.core.remedies import out_of_fault
 from tsliced.core.rounds import HELD, Round
 from tsliced.core.sessions import Lease, Session
 from tsliced.core.signals import Effect
-from tsliced.core.tenancies import Tenancies
+from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind, Timers
 from tsliced.core.value import maker
 
@@ -50,7 +50,7 @@ class Books:
 
     limits: CoreLimits
     arbiters: dict[GroupName, Arbiter]
-    tenancies: Tenancies
+    tenancies: Inhabitants
     timers: Timers[TimerKey]
     out: list[Effect] = field(default_factory=list)
     sessions: dict[SessionId, Session] = field(default_factory=dict)
@@ -63,6 +63,8 @@ class Books:
     faults: dict[JobKey, Reason] = field(default_factory=dict)
     #: Since when; of a fault that is older than this daemon, since it started.
     faulted_at: dict[JobKey, float] = field(default_factory=dict)
+    #: Jobs of which a session has ended.
+    left: dict[JobKey, None] = field(default_factory=dict)
     #: Groups that must be looked at before the event is done with.
     todo: deque[GroupName] = field(default_factory=deque)
 
@@ -82,6 +84,7 @@ class Books:
         del self.sessions[session.id]
         _strike(self.by_process, session.process, session.id)
         _strike(self.by_job, session.job, session.id)
+        self.left[session.job] = None
         if session.hooks:
             self.tenancies.remove_hooks(session.job, session.id)
 

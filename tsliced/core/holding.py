@@ -100,18 +100,19 @@ class Holding(Granting):
         limit_s = self._limit_of(round_)
         if limit_s is None or round_.hold_from is not None:
             return
-        round_.hold_from = now
-        self._set_hold_clock(round_, limit_s)
+        round_.hold_from, round_.max_hold_s = now, limit_s
+        self._set_hold_clock(round_)
 
     def _limit_of(self, round_: Round) -> float | None:
         limits = (self.max_hold_s.get(group) for group in round_.groups)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _set_hold_clock(self, round_: Round, limit_s: float) -> None:
+    def _set_hold_clock(self, round_: Round) -> None:
         assert round_.hold_from is not None
-        at = round_.hold_from + limit_s
+        assert round_.max_hold_s is not None
+        at = round_.hold_from + round_.max_hold_s
         if not round_.warned:
-            at -= min(limit_s, self.limits.hold_warning_s)
+            at -= min(round_.max_hold_s, self.limits.hold_warning_s)
         self.timers.set(TimerKey(TimerKind.HOLD, round_.id), at)
 
     def on_hold_due(self, round_id: RoundId, now: float) -> None:
@@ -122,14 +123,14 @@ class Holding(Granting):
         if self._is_still(round_.job, round_.groups, _sessions(round_)):
             # The end of what keeps it still sets the clock again.
             return
-        limit_s = self._limit_of(round_)
+        limit_s = round_.max_hold_s
         assert limit_s is not None, "a clock runs for it"
         if not round_.warned:
             self._warn(round_, round_.hold_from + limit_s - now)
             round_.warned = True
         if now < round_.hold_from + limit_s:
             round_.overdue = False
-            self._set_hold_clock(round_, limit_s)
+            self._set_hold_clock(round_)
             return
         waiters = max(self.waiters_of(lease) for lease in round_.members.values())
         if not waiters:
@@ -198,9 +199,7 @@ class Holding(Granting):
             return
         round_.still_since = None
         round_.hold_from += now - since
-        limit_s = self._limit_of(round_)
-        assert limit_s is not None, "a clock runs for it"
-        self._set_hold_clock(round_, limit_s)
+        self._set_hold_clock(round_)
 
 
 def _held(session: Session) -> Iterable[Lease]:

@@ -27,7 +27,6 @@ from tsliced.core.events import (
     ReleaseRequested,
     SessionOpened,
 )
-from tsliced.core.holding import Holding
 from tsliced.core.model import (
     Arrival,
     GroupName,
@@ -47,21 +46,18 @@ from tsliced.core.sessions import (
     lease_name,
 )
 from tsliced.core.timers import TimerKey, TimerKind
+from tsliced.core.turns import Turns
 from tsliced.core.value import maker
-
-NO_ROUND = RoundId(0)
 
 _make_lease, _make_round = maker(Lease), maker(Round)
 _make_release = maker(ConfirmRelease)
 
 
 @dataclass(slots=True, kw_only=True)
-class Leasing(Holding):
+class Leasing(Turns):
     """The books of one host, with the doors that clients come in by."""
 
     gangs: dict[JobKey, dict[tuple[GroupName, ...], Gang]] = field(default_factory=dict)
-    #: Number of the latest round.
-    last_round: RoundId = NO_ROUND
 
     # --- sessions -----------------------------------------------------------------------------
 
@@ -79,6 +75,8 @@ class Leasing(Holding):
             heartbeat_s=event.heartbeat_s,
         )
         self.put_session(session)
+        if not session.tool:
+            self.tenancies.claim(session.process, session.job)
         self.out += (session.record(), WatchProcess(process=event.process))
 
     def on_disconnected(self, session_id: SessionId, now: float) -> None:
@@ -156,7 +154,7 @@ class Leasing(Holding):
         if session is None:
             self.refuse(event.session, event.request, "session_unknown", "connect again")
             return
-        session.heard_at = now
+        session.heard_at = session.asked_at = now
         lease_id = lease_name(event.session, event.request)
         lease = session.leases.get(event.request)
         if lease is not None:
@@ -226,6 +224,8 @@ class Leasing(Holding):
         lease_id: LeaseId,
         now: float,
     ) -> None:
+        if self.turns or self.idle:
+            self.end_turns(session.job, now)
         round_ = self._round_for(session, groups, event.ranks, event.arrival, now)
         lease = _make_lease(
             id=lease_id,
@@ -311,7 +311,7 @@ class Leasing(Holding):
         if session is None:
             self.refuse(event.session, event.request, "session_unknown", "connect again")
             return
-        session.heard_at = now
+        session.heard_at = session.asked_at = now
         lease = self.leases.get(event.lease)
         if lease is not None and lease.session == session.id and lease.state is LEASE_HELD:
             waiters = self.waiters_of(lease)

@@ -24,6 +24,7 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     ReserveDeviceMemory,
     ReserveHostMemory,
     RunHooks,
@@ -31,6 +32,7 @@ from tsliced.core.actions import (
     SessionEndedRecord,
     SessionRecord,
     StartOperation,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
     WatchProcess,
@@ -83,9 +85,10 @@ from tsliced.core.model import (
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Fifo, Policy
 from tsliced.core.reconfiguring import bounds_of, longest_holds, reconfigure
+from tsliced.core.remains import Remains
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
-from tsliced.core.tenancies import Tenancies
+from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind, Timers
 from tsliced.core.unwritten import Unwritten
 from tsliced.core.value import maker
@@ -104,6 +107,8 @@ RECORDS = (
     RankEndedRecord,
     FaultRecord,
     DrainRecord,
+    StrangerRecord,
+    RemainsRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
 
@@ -126,6 +131,10 @@ class MachineConfig:
     generation: int
     ceiling: int
     policies: Mapping[GroupName, Policy] = field(default_factory=dict)
+    #: Part of the keys of jobs.
+    cluster: str = ""
+    #: Let strangers on the devices be jobs of their own, which make room for others.
+    freeze_strangers: bool = False
 
 
 class Machine:
@@ -139,12 +148,14 @@ class Machine:
             generation=config.generation, ceiling=config.ceiling, block=limits.block
         )
         self.timers: Timers[TimerKey] = Timers()
-        self.tenancies = Tenancies(
+        self.tenancies = Inhabitants(
             host=config.host,
             group_of={device: g.name for g in config.groups for device in g.devices},
             order_of={group.name: i for i, group in enumerate(config.groups)},
             numbers=self.numbers,
             limits=limits,
+            cluster=config.cluster,
+            freeze=config.freeze_strangers,
         )
         self.leasing = Leasing(
             limits=limits,
@@ -163,6 +174,13 @@ class Machine:
             max_hold_s=longest_holds(config),
         )
         self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
+        self.remains = Remains(
+            leasing=self.leasing,
+            tenancies=self.tenancies,
+            timers=self.timers,
+            limits=limits,
+            ending=self.ending,
+        )
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
         self.alarms = Alarms(limits=limits, tenancies=self.tenancies, granting=self.leasing)
@@ -199,14 +217,8 @@ class Machine:
                 leasing.on_sign_of_life(session, now)
             case CancelRequested():
                 leasing.on_cancel(event, now)
-            case SessionOpened():
-                leasing.on_opened(event)
-            case SessionDisconnected(session=session):
-                leasing.on_disconnected(session, now)
-            case SessionResumed(session=session):
-                leasing.on_resumed(session, now)
-            case SessionClosed(session=session):
-                leasing.end_session(session, "it was closed", now)
+            case SessionOpened() | SessionDisconnected() | SessionResumed() | SessionClosed():
+                self._on_session(event, now)
             case OperationFinished():
                 self._on_operation(event, now)
             case OperationHindered():
@@ -247,13 +259,39 @@ class Machine:
             case _:
                 assert_never(event)
 
+    def _on_session(
+        self,
+        event: SessionOpened | SessionDisconnected | SessionResumed | SessionClosed,
+        now: float,
+    ) -> None:
+        match event:
+            case SessionOpened(job=job):
+                self.leasing.on_opened(event)
+                self.remains.on_opened(job)
+            case SessionDisconnected(session=session):
+                self.leasing.on_disconnected(session, now)
+            case SessionResumed(session=session):
+                self.leasing.on_resumed(session, now)
+            case SessionClosed(session=session):
+                self.leasing.end_session(session, "it was closed", now)
+            case _:
+                assert_never(event)
+
     def _settle(self, now: float) -> None:
         """Deliver what coordinators had to say, then bring the clocks up to date."""
         tenancies, leasing = self.tenancies, self.leasing
+        if tenancies.claims:
+            leasing.out += tenancies.settle_claims()
+        if leasing.turns or leasing.idle:
+            leasing.check_turns(now)
         if leasing.todo or leasing.vacated:
             leasing.work_off(now)
         while tenancies.signals:
             leasing.on_outcome(tenancies.signals.popleft(), now)
+        if leasing.left:
+            for job in leasing.left:
+                self.remains.on_left(job, now)
+            leasing.left.clear()
         if tenancies.touched:
             self._set_barriers()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
@@ -298,8 +336,10 @@ class Machine:
             else:
                 leasing.take_place(round_, now)
         leasing.resume_clocks(now)
-        for job in dict.fromkeys((*tenancies.by_job, *leasing.faults)):
+        jobs = (*tenancies.by_job, *leasing.faults, *tenancies.stranger_jobs)
+        for job in dict.fromkeys(jobs):
             leasing.tidy(job)
+        self.remains.resume(now)
         leasing.todo += leasing.drains
 
     def _on_operation(self, event: OperationFinished, now: float) -> None:
@@ -318,6 +358,7 @@ class Machine:
             leasing.end_session(session, text, now)
         if key is not None:
             leasing.on_rank_gone(key, reach, process)
+            self.remains.on_rank_gone(key, process, now)
 
     def _on_numbers(self, event: NumbersReserved, now: float) -> None:
         self.numbers.on_reserved(event)
@@ -352,6 +393,12 @@ class Machine:
                     leasing.on_silence_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.HOLD:
                     leasing.on_hold_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.IDLE:
+                    leasing.on_idle_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.REMAINS:
+                    self.remains.on_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.TURN:
+                    leasing.on_turn_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.BARRIER:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
                 case TimerKind.STUCK:

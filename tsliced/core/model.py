@@ -254,6 +254,19 @@ class CoreLimits:
     max_hold_s: float | None = None
     #: A holder is told so long before its lease may be taken back for it.
     hold_warning_s: float = 30.0
+    #: A job that is parked and asks for nothing for so long is named; None: never.
+    idle_park_s: float | None = 600.0
+    #: Turn that it gets then, in case that it is blocked; 0: none.
+    courtesy_turn_s: float = 0.0
+    #: Turn of a stranger that was taken off the devices; 0: none.
+    stranger_turn_s: float = 60.0
+    #: A job whose clients are all gone is ended after so long; None: never.
+    orphan_s: float | None = None
+    #: What becomes of the ranks that are left when one died: "wait", or "kill" after `rank_lost_s`.
+    on_rank_lost: str = "wait"
+    rank_lost_s: float = 300.0
+    #: From SIGTERM to SIGKILL of a process that is ended.
+    end_grace_s: float = 10.0
     #: Tokens and epochs that are reserved by one durable write.
     block: int = 4096
     #: Transitions kept for the story of a broken invariant.

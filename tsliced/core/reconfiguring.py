@@ -80,6 +80,7 @@ def reconfigure(machine: Machine, event: Reconfigured) -> None:
     tenancies.group_of = {device: g.name for g in event.groups for device in g.devices}
     tenancies.order_of = {name: place for place, name in enumerate(names)}
     leasing.limits = tenancies.limits = machine.alarms.limits = event.limits
+    machine.remains.limits = event.limits
     leasing.max_hold_s = longest_holds(machine.config)
     for group in leasing.drains.keys() - arbiters.keys():
         leasing.set_drain(group, None)

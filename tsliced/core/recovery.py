@@ -18,8 +18,10 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
@@ -27,6 +29,7 @@ from tsliced.core.coordinator import NO_STAMP, Place
 from tsliced.core.machine import Machine
 from tsliced.core.model import Goal, RankState, RoundId
 from tsliced.core.rank import Rank
+from tsliced.core.remains import Remnant
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState, Session
 
@@ -50,6 +53,15 @@ def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
                 assert reason is not None, "a cleared fault is not kept"
                 machine.leasing.faults[job] = reason
                 machine.leasing.faulted_at[job] = now
+            case StrangerRecord(job=job, process=process):
+                assert process is not None, "a stranger that is gone is not kept"
+                machine.tenancies.stranger_jobs[job] = process
+            case RemainsRecord(job=job, orphaned=orphaned):
+                machine.remains.jobs[job] = Remnant(
+                    orphaned_at=now if orphaned else None,
+                    named=orphaned,
+                    survivors=dict.fromkeys(record.survivors),
+                )
             case DrainRecord(group=group, drain=drain):
                 assert drain is not None, "a drain that is over is not kept"
                 if group in machine.leasing.arbiters:

@@ -35,6 +35,11 @@ def out_of_block(job: JobKey, reason: Reason) -> str:
     return f"try again (tslicectl retry {job}), or end its processes (tslicectl kill {job})"
 
 
+def out_of_orphan(job: JobKey) -> str:
+    """Return what helps where nobody can ask for anything in a job's name any more."""
+    return f"end them (tslicectl kill {job}), or start a client of the job"
+
+
 def out_of_hang(job: JobKey) -> str:
     """Return what helps where a driver call does not come back."""
     return f"wait for it, or end its processes (tslicectl kill {job}): the call ends with them"

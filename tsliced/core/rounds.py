@@ -78,8 +78,13 @@ class Round:
     admit_tries: int = 0
     #: It has paused before another try.
     paused: bool = False
+    #: A turn that nobody asked for, without members: it is over after so long.
+    turn_s: float | None = None
+    turn_began_at: float = 0.0
     #: Since when it is held, moved on by what does not count; None: no limit, or not held.
     hold_from: float | None = None
+    #: How long it may be held while others wait, as it was configured when it was granted.
+    max_hold_s: float | None = None
     #: It has been kept still since then, which does not count.
     still_since: float | None = None
     #: It was warned that its time will be over.
@@ -97,6 +102,8 @@ class Round:
 
     def complete(self, live_ranks: int) -> bool:
         """Whether it can take its place in the queue."""
+        if self.turn_s is not None:
+            return True
         if self.arrival is _FIRST:
             return bool(self.members)
         return len(self.members) >= max(1, min(self.ranks, live_ranks))

@@ -103,6 +103,8 @@ class Session:
     heartbeat_s: float | None = None
     #: The latest one; as long as it is held, all that keeps it from giving one moves this on.
     heard_at: float = 0.0
+    #: When it last asked for a lease or gave one back.
+    asked_at: float = 0.0
     connected: bool = True
     #: Taken back from the journal, which does not say whether it has asked together with others.
     regained: bool = False

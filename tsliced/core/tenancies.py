@@ -183,9 +183,10 @@ class Tenancies:
         return [self.all[k] for k in self.by_job.get(job, ()) if groups.issuperset(k.groups)]
 
     def _key(self, job: JobKey, groups: Iterable[GroupName]) -> TenancyKey:
-        return TenancyKey(job, self._in_order(groups))
+        return TenancyKey(job, self.in_order(groups))
 
-    def _in_order(self, groups: Iterable[GroupName]) -> tuple[GroupName, ...]:
+    def in_order(self, groups: Iterable[GroupName]) -> tuple[GroupName, ...]:
+        """Return groups in the order in which they are reserved."""
         return tuple(sorted(groups, key=self.order_of.__getitem__))
 
     def make(self, key: TenancyKey, place: Place = Place.OFF) -> Tenancy:
@@ -243,7 +244,7 @@ class Tenancies:
         for rank in tenancy.participant.ranks.values():
             groups = self._groups_of(rank.devices)
             if not any(groups <= part for part in parts):
-                raise Bound(_bound(self._in_order(groups), rank.id))
+                raise Bound(_bound(self.in_order(groups), rank.id))
         return self._rebuild([tenancy], [self._key(tenancy.key.job, part) for part in parts])
 
     def _unite(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
@@ -356,7 +357,7 @@ class Tenancies:
         self.home[process] = key
         tenancy = self.all[key]
         rank = tenancy.participant.ranks[process]
-        for group in self._in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
+        for group in self.in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
             tenancy.beyond[group] = rank.id
             self.by_group[group][key] = tenancy
 
@@ -374,6 +375,10 @@ class Tenancies:
         if found.process in self.strangers:
             return []
         self.strangers[found.process] = found
+        return [WatchProcess(process=found.process), *self.note_stranger(found)]
+
+    def note_stranger(self, found: FoundRank) -> list[Effect]:
+        """Note that a process of no known job is on the devices."""
         facts: dict[str, str | int | float | bool | None] = {
             "pid": found.process.pid,
             "uid": found.uid,
@@ -381,8 +386,7 @@ class Tenancies:
             "device": ",".join(sorted(found.devices)),
             "bytes": found.device_bytes,
         }
-        note = Note(kind="stranger", level="warning", facts=facts)
-        return [WatchProcess(process=found.process), note]
+        return [Note(kind="stranger", level="warning", facts=facts)]
 
     def ranks_of(self, key: TenancyKey) -> Iterable[Rank]:
         """Return a tenancy's ranks."""
@@ -536,7 +540,7 @@ class Tenancies:
 
     def _on_stranger_gone(self, stranger: FoundRank, now: float) -> list[Effect]:
         """Try again what a stranger on the devices had stopped."""
-        groups = self._in_order(self._groups_of(stranger.devices))
+        groups = self.in_order(self._groups_of(stranger.devices))
         keys = [key for group in groups for key in self.by_group[group]]
         out: list[Effect] = []
         for key in keys:

@@ -30,6 +30,9 @@ class TimerKind(Enum):
     ENDING = "ending"
     SILENCE = "silence"
     HOLD = "hold"
+    IDLE = "idle"
+    TURN = "turn"
+    REMAINS = "remains"
 
 
 class TimerKey(NamedTuple):

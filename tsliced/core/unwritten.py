@@ -17,17 +17,19 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.model import GroupName, JobKey, LeaseId, RankId, SessionId, TenancyKey
+from tsliced.core.model import JobKey, LeaseId, RankId, SessionId, TenancyKey
 
 
 def subject_of(
     record: Record,
-) -> SessionId | LeaseId | TenancyKey | RankId | JobKey | tuple[GroupName]:
+) -> SessionId | LeaseId | TenancyKey | RankId | JobKey | tuple[object, ...]:
     """Return what a record is about; a later record about the same replaces it."""
     match record:
         case SessionRecord(session=session) | SessionEndedRecord(session=session):
@@ -40,6 +42,10 @@ def subject_of(
             return rank
         case FaultRecord(job=job):
             return job
+        case StrangerRecord(job=job):
+            return (StrangerRecord, job)
+        case RemainsRecord(job=job):
+            return (RemainsRecord, job)
         case DrainRecord(group=group):
             # Not the bare name, which might be a session's too.
             return (group,)

@@ -196,7 +196,7 @@ def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:
             job_text(rank["job"]) if rank["job"] else NOTHING,
             user_name(rank["uid"]),
             str(rank["pid"]),
-            rank["state"],
+            f"{rank['state']}, orphaned" if rank.get("orphaned") else rank["state"],
             _doing_text(rank),
             ",".join(rank["groups"]) or NOTHING,
             str(len(rank["devices"])),

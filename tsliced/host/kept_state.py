@@ -16,8 +16,10 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
@@ -30,6 +32,8 @@ class KeptState:
     def __init__(self) -> None:
         self._sessions: dict[SessionId, SessionRecord] = {}
         self._faults: dict[JobKey, FaultRecord] = {}
+        self._strangers: dict[JobKey, StrangerRecord] = {}
+        self._remains: dict[JobKey, RemainsRecord] = {}
         self._drains: dict[GroupName, DrainRecord] = {}
         self._tenancies: dict[TenancyKey, TenancyRecord] = {}
         self._ranks: dict[RankId, RankRecord] = {}
@@ -62,6 +66,14 @@ class KeptState:
                 self._faults.pop(record.job, None)
             case FaultRecord():
                 self._faults[record.job] = record
+            case StrangerRecord(process=None):
+                self._strangers.pop(record.job, None)
+            case StrangerRecord():
+                self._strangers[record.job] = record
+            case RemainsRecord() if record.is_empty:
+                self._remains.pop(record.job, None)
+            case RemainsRecord():
+                self._remains[record.job] = record
             case DrainRecord(drain=None):
                 self._drains.pop(record.group, None)
             case DrainRecord():
@@ -78,6 +90,8 @@ class KeptState:
             *self._sessions.values(),
             *self._faults.values(),
             *self._drains.values(),
+            *self._strangers.values(),
+            *self._remains.values(),
             *self._tenancies.values(),
             *self._ranks.values(),
             *sorted(self._leases.values(), key=lambda lease: lease.round),

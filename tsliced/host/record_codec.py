@@ -29,8 +29,10 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
@@ -56,6 +58,8 @@ _TAGS: Mapping[type[Record], int] = {
     RankEndedRecord: 8,
     FaultRecord: 9,
     DrainRecord: 10,
+    StrangerRecord: 11,
+    RemainsRecord: 12,
 }
 
 #: The codec is generic over types that only their hints know; `decode` checks what it makes.

@@ -16,8 +16,8 @@ from tsliced.core.coordinator import Place
 from tsliced.core.machine import Machine
 from tsliced.core.model import DeviceId, Drain, GroupConfig, GroupName, JobKey, RankState
 from tsliced.core.rank import Rank
+from tsliced.core.remedies import out_of_orphan
 from tsliced.core.rounds import Round, RoundState
-from tsliced.core.sessions import Lease
 from tsliced.core.tenancies import Tenancy
 from tsliced.host.devices import Device
 from tsliced.host.memory import HOST, HostMemory
@@ -94,7 +94,9 @@ class StatusPage:
         chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
         residents = self.machine.tenancies.residents(group.name)
         blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
-        holder = next(iter(chosen.members.values())) if chosen and _held(chosen) else None
+        holder = chosen if chosen is not None and _held(chosen) else None
+        lease = next(iter(holder.members.values()), None) if holder is not None else None
+        since = lease.granted_at if lease is not None else holder.turn_began_at if holder else now
         state = "free" if chosen is None else _ROUND_STATES[chosen.state]
         reason: object = chosen.stalled if chosen is not None else None
         drain = leasing.drains.get(group.name)
@@ -111,9 +113,11 @@ class StatusPage:
             "name": group.name,
             "devices": [self.device(device) for device in group.devices],
             "state": state,
-            "holder": job_map(chosen.job) if chosen is not None and holder is not None else None,
-            "lease_since_s": now - holder.granted_at if holder is not None else None,
-            "phase": (holder.phase or None) if holder is not None else None,
+            "holder": job_map(holder.job) if holder is not None else None,
+            "lease_since_s": now - since if holder is not None else None,
+            "phase": (lease.phase or None) if lease is not None else None,
+            # It has a turn that it did not ask for.
+            "unasked": holder is not None and holder.turn_s is not None,
             "token": _token(holder, group),
             "next": job_map(chosen.job) if chosen is not None and holder is None else None,
             "resident": [job_map(tenancy.key.job) for tenancy in residents],
@@ -176,9 +180,10 @@ class StatusPage:
         held = [lease for r in rounds if _held(r) for lease in r.members.values()]
         stops = (stop for t in own if (stop := leasing.explain_stop(t, now)) is not None)
         fault = leasing.explain_fault(job, now) if job in leasing.faults else next(stops, None)
+        orphaned = self.machine.remains.is_orphaned(job)
         return {
             "job": job_map(job),
-            "state": _state_of(fault is not None, rounds, own, bool(parked)),
+            "state": _state_of(fault is not None, orphaned, rounds, own, bool(parked)),
             "ranks": len(ranks),
             "device_bytes": sum(r.device_bytes for r in ranks if r.state is not RankState.PARKED),
             "parked_bytes": sum(r.parked_bytes for r in parked),
@@ -196,8 +201,27 @@ class StatusPage:
                 for r in rounds
                 if r.state is RoundState.GATHERING
             ],
-            "reason": str(fault) if fault is not None else None,
+            "orphaned": orphaned,
+            "rank_lost": self.machine.remains.has_lost(job),
+            "idle_s": self._idle_s(own, now),
+            "reason": str(fault) if fault is not None else self._remark(job, own, now),
         }
+
+    def _idle_s(self, own: list[Tenancy], now: float) -> float | None:
+        """Return for how long a job has been parked without asking for anything, if so."""
+        idle = self.machine.leasing.idle
+        return max((now - idle[t.key] for t in own if t.key in idle), default=None)
+
+    def _remark(self, job: JobKey, own: list[Tenancy], now: float) -> str | None:
+        """Say what is odd about a job that is not held back for anything."""
+        if self.machine.remains.is_orphaned(job):
+            return f"no client of it is left, and its processes live on; {out_of_orphan(job)}"
+        if self.machine.remains.has_lost(job):
+            return "a rank of it died, and it has asked for nothing since"
+        if (idle_s := self._idle_s(own, now)) is not None:
+            text = f"it is parked and has asked for nothing for {idle_s:.0f} s"
+            return f"{text}; if it uses its devices without a lease, it is blocked"
+        return None
 
     def rank(self, tenancy: Tenancy, rank: Rank, now: float) -> Message:
         """Return where a rank is, and what is being done to it."""
@@ -215,6 +239,7 @@ class StatusPage:
             "device_bytes": rank.device_bytes,
             "residue_bytes": rank.residue_bytes,
             "state": rank.state.value,
+            "orphaned": self.machine.remains.is_orphaned(tenancy.key.job),
             "doing": operation.verb.value if operation is not None else None,
             "doing_s": now - operation.started_at if operation is not None else None,
             "reason": str(alarm.reason) if alarm is not None else None,
@@ -252,18 +277,24 @@ def job_map(job: JobKey) -> Message:
     return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
 
 
-def _token(holder: Lease | None, group: GroupConfig) -> int | None:
+def _token(holder: Round | None, group: GroupConfig) -> int | None:
     if holder is None:
         return None
     return next((token.as_int() for name, token in holder.tokens if name == group.name), None)
 
 
-def _state_of(faulted: bool, rounds: list[Round], own: list[Tenancy], parked: bool) -> str:
+def _state_of(
+    faulted: bool, orphaned: bool, rounds: list[Round], own: list[Tenancy], parked: bool
+) -> str:
     if faulted:
         return "faulted"
-    if any(_held(round_) for round_ in rounds):
+    if orphaned:
+        return "orphaned"
+    # A turn that nobody asked for says nothing of what the job wants.
+    asked = [round_ for round_ in rounds if round_.turn_s is None]
+    if any(_held(round_) for round_ in asked):
         return "held"
-    if rounds:
+    if asked:
         return "waiting"
     if any(tenancy.resident for tenancy in own):
         return "resident"

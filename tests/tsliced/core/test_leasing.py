@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from world import D1, G1, G2, G3, LIMITS, World, failure, job
@@ -261,7 +262,8 @@ def test_a_session_that_may_lease_nothing_is_told_so() -> None:
     ["max_waiters", "max_leases_per_session", "max_leases_per_uid", "max_groups_per_lease"],
 )
 def test_g9_a_limit_is_a_clear_error_to_the_one_who_hit_it(limit: str) -> None:
-    limits = dataclasses.replace(LIMITS, **{limit: 2 if limit == "max_leases_per_uid" else 1})
+    changed: dict[str, Any] = {limit: 2 if limit == "max_leases_per_uid" else 1}
+    limits = dataclasses.replace(LIMITS, **changed)
     world = World(limits=limits)
     world.acquire(world.session(A))
     session = world.session(B)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from world import D1, D2, D3, G1, G2, G3, GROUPS, LIMITS, World, job
 
-from tsliced.core.actions import DrainRecord, Effects, StartOperation
+from tsliced.core.actions import DrainRecord, Effects, EndProcesses, StartOperation
 from tsliced.core.events import Reconfigured
 from tsliced.core.model import CoreLimits, DeviceId, GroupConfig, GroupName, SessionId, Verb
 from tsliced.core.reconfiguring import objections
@@ -138,3 +138,30 @@ def test_the_longest_hold_can_be_set_and_taken_back() -> None:
     own = dataclasses.replace(GROUPS[0], max_hold_s=7.0)
     reconfigure(world, own, *GROUPS[1:])
     assert world.machine.leasing.max_hold_s == {G1: 7.0}
+
+
+def test_a_hold_that_was_granted_with_a_limit_ends_by_it_and_the_next_by_the_new_one() -> None:
+    old = dataclasses.replace(LIMITS, max_hold_s=100.0)
+    world = World(limits=old)
+    lease = world.acquire(world.session(A))
+    waiting = world.acquire(world.session(B))
+    reconfigure(world, *GROUPS, limits=LIMITS)
+    world.pass_time(99.0)
+    assert world.held(lease)
+    world.pass_time(2.0)
+    assert world.held(waiting), "it was granted when there was a limit"
+    world.acquire(world.session(A))
+    world.pass_time(1e4)
+    assert world.held(waiting)
+
+
+def test_what_is_left_of_a_job_is_ended_by_the_new_limits() -> None:
+    world = World()
+    session = world.session(A)
+    world.release(world.acquire(session))
+    rank = world.context(A, D1)
+    world.look()
+    reconfigure(world, *GROUPS, limits=dataclasses.replace(LIMITS, orphan_s=50.0))
+    world.close(session)
+    world.pass_time(51.0)
+    assert [action.processes for action in world.all_of(EndProcesses)][:1] == [(rank,)]

@@ -12,8 +12,10 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
@@ -92,6 +94,14 @@ PAIRS: list[tuple[Record, Record]] = [
     (
         FaultRecord(job=job("a"), reason=failure(Cause.DRIVER)),
         FaultRecord(job=job("a"), reason=None),
+    ),
+    (
+        StrangerRecord(job=job("a"), process=ProcessId(1, 1)),
+        StrangerRecord(job=job("a"), process=None),
+    ),
+    (
+        RemainsRecord(job=job("a"), orphaned=True, survivors=(ProcessId(1, 1),)),
+        RemainsRecord(job=job("a"), orphaned=False, survivors=()),
     ),
 ]
 

@@ -15,20 +15,15 @@ from random import Random
 from typing import TypeVar
 
 from clients import Client, Request
+from kept import keep
 
 from tsliced.core.actions import (
     Action,
     ConfirmCancel,
     ConfirmRelease,
-    DrainRecord,
     Effects,
-    FaultRecord,
     Grant,
-    LeaseEndedRecord,
-    LeaseRecord,
     Note,
-    RankEndedRecord,
-    RankRecord,
     Record,
     Refuse,
     ReserveDeviceMemory,
@@ -36,11 +31,7 @@ from tsliced.core.actions import (
     ReserveNumbers,
     RunHooks,
     ScanGroups,
-    SessionEndedRecord,
-    SessionRecord,
     StartOperation,
-    TenancyEndedRecord,
-    TenancyRecord,
 )
 from tsliced.core.events import (
     AcquireRequested,
@@ -182,6 +173,8 @@ class World:
     noop_snapshots: bool = False
     #: Whether several jobs may have memory on a device (they did before we were asked).
     crowded: bool = False
+    #: Strangers on the devices become jobs of their own.
+    freeze_strangers: bool = False
     auto: bool = True
     #: Whether the core checks its own invariants after every event.
     full_checks: bool = True
@@ -216,6 +209,8 @@ class World:
             generation=self.generation,
             ceiling=self.durable_ceiling,
             policies=self.policies,
+            cluster="lab",
+            freeze_strangers=self.freeze_strangers,
         )
         return Machine(config, random=Random(self.seed), full_checks=self.full_checks)
 
@@ -416,35 +411,8 @@ class World:
     # --- the journal --------------------------------------------------------------------------
 
     def keep(self, record: Record) -> None:
-        """Write a record as the journal would: one per thing."""
-        match record:
-            case SessionRecord():
-                self.journal["session", record.session] = record
-            case SessionEndedRecord(session=session):
-                self.journal.pop(("session", session), None)
-                for key in [k for k in self.journal if k[:2] == ("ended", session)]:
-                    del self.journal[key]
-            case LeaseRecord():
-                self.journal["lease", record.lease] = record
-            case LeaseEndedRecord():
-                self.journal.pop(("lease", record.lease), None)
-                self.journal["ended", record.session, record.slot] = record
-            case TenancyRecord():
-                self.journal["tenancy", record.tenancy] = record
-            case TenancyEndedRecord(tenancy=tenancy):
-                self.journal.pop(("tenancy", tenancy), None)
-            case RankRecord():
-                self.journal["rank", record.rank] = record
-            case RankEndedRecord(rank=rank):
-                self.journal.pop(("rank", rank), None)
-            case FaultRecord(job=key, reason=reason):
-                self.journal["fault", key] = record
-                if reason is None:
-                    del self.journal["fault", key]
-            case DrainRecord(group=group, drain=drain):
-                self.journal["drain", group] = record
-                if drain is None:
-                    del self.journal["drain", group]
+        """Write a record as the journal would."""
+        keep(self.journal, record)
 
     def restart(self, *, finish: bool | Callable[[Action], bool] = True) -> None:
         """Kill the daemon and start it again.

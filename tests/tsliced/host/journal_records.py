@@ -10,8 +10,10 @@ from tsliced.core.actions import (
     RankEndedRecord,
     RankRecord,
     Record,
+    RemainsRecord,
     SessionEndedRecord,
     SessionRecord,
+    StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
@@ -120,6 +122,14 @@ def drain(*, over: bool = False) -> DrainRecord:
     return DrainRecord(group=TRAINER, drain=wish)
 
 
+def stranger(*, gone: bool = False) -> StrangerRecord:
+    return StrangerRecord(job=JOB, process=None if gone else RANK.process)
+
+
+def remains(*, over: bool = False) -> RemainsRecord:
+    return RemainsRecord(job=JOB, orphaned=not over, survivors=() if over else (RANK.process,))
+
+
 TENANCY_ENDED = TenancyEndedRecord(tenancy=TENANCY)
 RANK_ENDED = RankEndedRecord(rank=RANK)
 
@@ -128,6 +138,8 @@ STANDING: tuple[Record, ...] = (
     session("s-1"),
     fault(),
     drain(),
+    stranger(),
+    remains(),
     tenancy(),
     rank(),
     lease(1),

@@ -13,8 +13,10 @@ from journal_records import (
     lease,
     lease_ended,
     rank,
+    remains,
     session,
     session_ended,
+    stranger,
     tenancy,
 )
 
@@ -47,10 +49,15 @@ def test_what_ended_is_gone() -> None:
         RANK_ENDED,
         fault(cleared=True),
         drain(over=True),
+        stranger(gone=True),
+        remains(over=True),
         session_ended("s-1"),
     )
     assert standing_after(*ends) == ()
-    assert standing_after(tenancy(), rank(), fault(), session("s-1"), *ends) == ()
+    assert (
+        standing_after(tenancy(), rank(), fault(), stranger(), remains(), session("s-1"), *ends)
+        == ()
+    )
 
 
 def test_the_end_of_a_lease_takes_the_lease_away_and_stays_as_the_answer() -> None:

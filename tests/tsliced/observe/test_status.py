@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import D1, D2, G1, G2, LIMIT_S, MIB, Inside, inside, process_of, until
+from in_process import D1, D2, G1, G2, LIMIT_S, MIB, Inside, inside, job, process_of, until
 
 import tsliced.observe.status
 from libtimeslice import __version__
 from libtimeslice.protocol import FrameReader, encode
 from tsliced.core.actions import TellStalled
-from tsliced.core.events import AcquireRequested
-from tsliced.core.model import Cause, RankState, Reason, RequestId
+from tsliced.core.events import AcquireRequested, RankRegistered, SessionClosed
+from tsliced.core.model import Cause, FoundRank, RankState, Reason, RequestId
 from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import Device
 from tsliced.host.memory import HostMemory
@@ -230,5 +230,25 @@ def test_with_more_waiters_than_fit_into_an_answer_all_are_counted_and_some_show
             assert [w["job"]["id"] for w in page.group()["queue"]] == ["a0", "a1", "a2"]
             shown = [j["job"]["id"] for j in page.status()["jobs"]]
             assert shown == ["z", "a0", "a1"], "those with something on the host come first"
+
+    tell(tmp_path, story)
+
+
+def test_what_has_no_client_is_an_orphan(tmp_path: Path) -> None:
+    async def story(daemon: Inside, page: Page) -> None:
+        with process_of("a") as rank:
+            session = daemon.open("a", rank)
+            await daemon.grant(session)
+            found = FoundRank(process=rank, job=job("a"), devices=frozenset({D1}), device_bytes=MIB)
+            daemon.driver.post(RankRegistered(job=job("a"), found=found, groups=(G1,)))
+            await until(lambda: page.job("a")["ranks"], "its rank is known")
+            assert (page.job("a")["orphaned"], page.ranks()[0]["orphaned"]) == (False, False)
+            assert page.job("a")["reason"] is None
+            assert page.group()["unasked"] is False
+            daemon.driver.post(SessionClosed(session=session))
+            await until(lambda: page.job("a")["orphaned"], "it is an orphan")
+            assert page.job("a")["state"] == "orphaned"
+            assert "tslicectl kill" in page.job("a")["reason"]
+            assert page.ranks()[0]["orphaned"] is True
 
     tell(tmp_path, story)
