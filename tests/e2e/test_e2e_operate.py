@@ -145,6 +145,23 @@ def test_a_parked_job_is_killed_at_once_and_its_host_memory_is_free_again(host: 
     assert ctl(host, "show", "job", "a").returncode == 3
 
 
+def test_a_call_that_hangs_is_shown_as_stuck_and_ended_with_its_job_g11(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(settings={"limits": {"stuck_base_s": 0.3}})
+    rank = host.trainer("a", mib=8)
+    host.fault(f"checkpoint {rank.pid} * hang")
+    asked = host.rank("b").start("acquire", groups="g1", timeout=60)
+    until(lambda: host.group()["state"] == "stuck", "the alarm goes off")
+    (stop,) = told(host, "show", "group", "g1")["shown"]["standstills"]
+    assert (stop["state"], stop["pid"], stop["job"]["id"]) == ("stuck", rank.pid, "a")
+    assert f"tslicectl kill {os.getuid()}/a" in stop["way_out"]
+    assert "STUCK on g1 for" in ctl(host, "show", "job", "a").stdout
+    assert told(host, "kill", "a", "--grace", "0.5")["ended"]
+    assert asked.wait()["state"] == "held"
+    assert host.group()["state"] == "held"
+
+
 def test_a_kill_is_asked_about_on_a_terminal(host: Host) -> None:
     rank = host.trainer("a", mib=8)
     refused = ctl(host, "kill", "a", typed="n\n")
@@ -312,3 +329,40 @@ def test_what_cannot_be_parked_is_named_when_its_device_is_drained_g11(make_host
     assert "way out: " in shown.stdout
     rank.kill()
     assert ctl(host, "drain", "--device", "0", "--wait", "--timeout", "20").returncode == 0
+
+
+# --- what only root can try -----------------------------------------------------------------------
+
+
+def as_user(host: Host, uid: int) -> Rank:
+    user = host.rank(f"user-{uid}")
+    user.do("become", uid=uid)
+    return user
+
+
+@needs_root
+def test_members_of_the_admin_group_are_operators_g10(make_host: MakeHost) -> None:
+    host = make_host(settings={"daemon": {"admin_group": "nogroup"}})
+    rank = host.trainer("a", mib=8)
+    member, other = as_user(host, NOBODY), as_user(host, NOBODY - 1)
+    with pytest.raises(RankError) as refused:
+        other.do("ask", name="drain", hello={"role": "tool"}, groups=["g1"])
+    assert refused.value.code == "not_permitted"
+    member.do("ask", name="drain", hello={"role": "tool"}, groups=["g1"])
+    assert host.group()["drain"]["by"] == f"uid {NOBODY}"
+    answer = member.do("ask", name="kill", hello={"role": "tool"}, job="0/a", grace_s=1)
+    assert answer["pids"] == [rank.pid]
+    rank.process.wait(LIMIT_S)
+
+
+@needs_root
+def test_of_several_jobs_with_one_id_the_operator_says_which(host: Host) -> None:
+    for uid in (NOBODY, NOBODY - 1):
+        user = host.rank("same", told=True)
+        user.do("become", uid=uid)
+        user.do("register")
+    done = ctl(host, "show", "job", "same")
+    assert done.returncode == 2
+    assert f"{NOBODY}/same" in done.stderr
+    assert f"{NOBODY - 1}/same" in done.stderr
+    assert told(host, "show", "job", f"{NOBODY}/same")["shown"]["job"]["uid"] == NOBODY
