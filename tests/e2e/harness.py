@@ -149,7 +149,9 @@ class Rank:
         """Takes in what comes within the limit."""
         assert self.process.stdout is not None
         descriptor = self.process.stdout.fileno()
-        if not select.select([descriptor], [], [], limit_s)[0]:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(limit_s * 1000):
             return
         data = os.read(descriptor, 1 << 16)
         assert data, f"a rank of {self.job} ended with status {self.process.wait(LIMIT_S)}"
@@ -266,6 +268,11 @@ class Host:
         with suppress(Exception), self.connection():
             return True
         return False
+
+    def descriptors(self) -> int:
+        """Returns how many file descriptors the daemon has open."""
+        assert self.daemon is not None
+        return len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
 
     def stop_daemon(self) -> int:
         """Asks the daemon to end, and returns its exit status."""
