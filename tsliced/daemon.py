@@ -26,6 +26,7 @@ from tsliced.host.backends.base import Backend, BackendContext, load_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
 from tsliced.host.devices import Device, Devices, DevicesUnavailable
+from tsliced.host.inventory import recall, remember
 from tsliced.host.journal import Journal, JournalLimits
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
@@ -144,6 +145,8 @@ class Daemon:
         daemon = self.config.daemon
         devices, groups = await self._open_devices(stack)
         journal = self._open_journal(stack)
+        if devices is not None and not devices.problems():
+            remember(Path(daemon.state_dir), devices.inventory())
         workers = Path(daemon.state_dir) / "workers"
         workers.mkdir(mode=0o700, exist_ok=True)
         context = BackendContext(directory=workers, cuda_library=daemon.cuda_library)
@@ -249,7 +252,10 @@ class Daemon:
             self.log.write("error", "devices", {"reason": str(exc)})
             return None, resolve_groups(config, {host: ()}, partial=True)
         stack.push_async_callback(devices.close)
-        for problem in devices.problems():
+        if devices.problems():
+            devices.add_lost(recall(Path(config.daemon.state_dir)))
+        warned = [(d.index, text) for d in devices.inventory() for text in d.warnings()]
+        for problem in (*devices.problems(), *(f"device {i}: {text}" for i, text in warned)):
             self.log.write("warning", "device", {"reason": problem})
         visible = visible_of(devices.inventory(), config.daemon.visible_devices)
         return devices, resolve_groups(config, {host: visible}, partial=True)

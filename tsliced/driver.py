@@ -519,16 +519,15 @@ class Driver:
         while True:
             await asyncio.sleep(interval_s())
             self._notice_hindered()
-            groups = [group.name for group in self.machine.config.groups]
             try:
-                found = await self.around.scanner.look(groups, utilization=True)
+                found, lost = await self.around.scanner.look_around()
             except ScanFailed as exc:
                 if not failing:
                     self.note("devices", "error", reason=str(exc.reason))
                 failing = True
                 continue
             failing = False
-            self.post(GroupsObserved(found=found))
+            self.post(GroupsObserved(found=found, lost=tuple(lost.items())))
             self._promise_host_memory()
 
     def _notice_hindered(self) -> None:

@@ -151,6 +151,8 @@ class GroupsObserved:
     """The regular look at the devices of all groups; lists every process on them."""
 
     found: tuple[FoundRank, ...]
+    #: Devices that are there no more, with the driver's word for it; nobody is seen on them.
+    lost: tuple[tuple[DeviceId, str], ...] = ()
 
 
 @value

@@ -26,6 +26,7 @@ from tsliced.core.draining import Draining
 from tsliced.core.model import (
     LASTING,
     Cause,
+    DeviceId,
     Drain,
     GroupName,
     JobKey,
@@ -37,7 +38,13 @@ from tsliced.core.model import (
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
-from tsliced.core.remedies import Standstill, out_of_block, out_of_fault, out_of_pin
+from tsliced.core.remedies import (
+    Standstill,
+    out_of_block,
+    out_of_fault,
+    out_of_loss,
+    out_of_pin,
+)
 from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.sessions import LEASE_HELD, LEASE_WAITING, Lease
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
@@ -68,6 +75,8 @@ class Granting(Draining):
     random: Random
     #: Order of arrival given out last.
     last_place: int = 0
+    #: Devices that are there no more, and why.
+    lost: dict[DeviceId, Reason] = field(default_factory=dict)
     #: Being brought back because an operator wants it tried again: no round waits for them.
     tried: dict[TenancyKey, None] = field(default_factory=dict)
 
@@ -126,8 +135,8 @@ class Granting(Draining):
             round_.state, round_.switch_began_at = MOVING, now
         if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
-            at_fault = round_.job in self.faults
-            settled = not at_fault and self.tenancies.settled(round_.job, round_.groups)
+            hindered = self.lost or round_.job in self.faults
+            settled = not hindered and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
             round_.state = GRANTING if clear else MOVING
         if round_.state is GRANTING:
@@ -168,6 +177,9 @@ class Granting(Draining):
             text = str(self.explain_fault(round_.job, now))
             self._refuse_round(round_, "job_faulted", text, now)
             return False
+        if (loss := self._loss(round_)) is not None:
+            self.tell_stalled(round_, round_.job, loss, out_of_loss())
+            return False
         try:
             own = self.tenancies.cover(round_.job, round_.groups, self.out)
         except Bound as bound:
@@ -196,6 +208,12 @@ class Granting(Draining):
             if tenancy.coordinator.stable and not self._pausing(round_):
                 self.out += self.tenancies.admit(tenancy.key, now=now)
         return not missing
+
+    def _loss(self, round_: Round) -> Reason | None:
+        """Say which device of a round's groups is lost, if one is."""
+        group_of = self.tenancies.group_of
+        lost = (reason for d, reason in self.lost.items() if group_of.get(d) in round_.groups)
+        return next(lost, None)
 
     def _clear_off(self, tenancy: Tenancy, round_: Round, now: float) -> None:
         coordinator = tenancy.coordinator

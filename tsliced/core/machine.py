@@ -71,6 +71,7 @@ from tsliced.core.events import (
     TimePassed,
 )
 from tsliced.core.leasing import Leasing
+from tsliced.core.losses import Losses
 from tsliced.core.model import (
     Cause,
     CoreLimits,
@@ -183,6 +184,7 @@ class Machine:
         )
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
+        self.losses = Losses(tenancies=self.tenancies, granting=self.leasing)
         self.alarms = Alarms(limits=limits, tenancies=self.tenancies, granting=self.leasing)
         #: The latest events, for the story of a broken invariant.
         self.story: deque[tuple[float, Event]] = deque(maxlen=limits.story)
@@ -229,8 +231,9 @@ class Machine:
                 leasing.out += tenancies.on_step(event, now=now)
             case HostMemoryPromised():
                 tenancies.on_promised(event)
-            case GroupsObserved(found=found):
+            case GroupsObserved(found=found, lost=lost):
                 leasing.out += tenancies.observe(found)
+                self.losses.on_observed(dict(lost), now)
                 leasing.todo += leasing.drains
             case RankRegistered(found=found, groups=groups):
                 leasing.out += tenancies.put(found, groups)

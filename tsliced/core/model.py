@@ -155,6 +155,7 @@ class Cause(Enum):
     CANCELLED = "cancelled"
     RANK_LOST = "rank_lost"
     DRAINED = "drained"
+    DEVICE_LOST = "device_lost"
 
 
 #: Causes that another try cannot mend.

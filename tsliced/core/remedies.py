@@ -45,6 +45,11 @@ def out_of_hang(job: JobKey) -> str:
     return f"wait for it, or end its processes (tslicectl kill {job}): the call ends with them"
 
 
+def out_of_loss() -> str:
+    """Return what helps where a device is lost."""
+    return "see the kernel's log for Xid errors; reset the device (nvidia-smi -r) or reboot"
+
+
 class Standstill(NamedTuple):
     """Why something does not go on, for how long, and what helps."""
 

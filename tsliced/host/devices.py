@@ -36,10 +36,13 @@ class DeviceError(DevicesError):
         text: str,
         *,
         readings: Mapping[DeviceId, DeviceReading] | None = None,
+        lost: Mapping[DeviceId, str] | None = None,
     ) -> None:
         super().__init__(f"device {uuid}: {text}")
         self.uuid = uuid
         self.text = text
+        #: Devices that are there no more, and the driver's word for it.
+        self.lost = dict(lost or {})
         #: What the same call could read of the other devices.
         self.readings = dict(readings or {})
 
@@ -61,6 +64,29 @@ class Device:
     mig: bool | None = None
     #: ``default``, ``exclusive_thread``, ``prohibited``, ``exclusive_process``; None: unknown.
     compute_mode: str | None = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each thing about it that jobs will suffer from."""
+        found = []
+        if self.persistence is False:
+            found.append(
+                "persistence mode is off: each restore waits for the device to be initialized; "
+                "turn it on (nvidia-smi -pm 1, or nvidia-persistenced)"
+            )
+        if self.mig:
+            found.append(
+                "it is partitioned (MIG), and the driver cannot snapshot what runs on it; "
+                "turn that off (nvidia-smi -mig 0)"
+            )
+        if self.compute_mode not in (None, "default"):
+            found.append(
+                f"its compute mode is {self.compute_mode}: jobs with several processes, and the "
+                "helpers of the daemon, may be refused; use the default (nvidia-smi -c 0)"
+            )
+        if (version := _version(self.driver_version)) < _GOOD_DRIVER:
+            text = "570 is needed" if version < (570,) else "PyTorch needs 575.57.08"
+            found.append(f"driver {self.driver_version} is too old: {text}; upgrade it")
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +160,10 @@ class Devices:
         """Return the devices by index, also those that got lost since the start."""
         return self._reader.inventory
 
+    def add_lost(self, devices: Iterable[Device]) -> None:
+        """Know of devices that were here before and whose place in the list nobody has now."""
+        self._reader.add_lost(devices)
+
     def problems(self) -> tuple[str, ...]:
         """Return a sentence for each device that NVML counts but could not describe."""
         return self._reader.problems
@@ -153,7 +183,7 @@ class Devices:
         if not self._thread.is_running:
             raise DevicesUnavailable("the devices are not open: call start() first")
         try:
-            found, errors = await self._thread.call(
+            found, errors, lost = await self._thread.call(
                 lambda: self._reader.observe(wanted, utilization=utilization), self._timeout_s
             )
         except TimeoutError:
@@ -162,8 +192,10 @@ class Devices:
         for uuid, reading in found.items():
             self._seen[uuid] = (now, reading)
         if errors:
-            uuid, text = next(iter(errors.items()))
-            raise DeviceError(uuid, text, readings=found)
+            # What is lost tells less than what nobody can explain.
+            uuid, text = min(errors.items(), key=lambda error: error[0] in lost)
+            gone = {device: errors[device] for device in lost}
+            raise DeviceError(uuid, text, readings=found, lost=gone)
         return found
 
     async def utilization(self, uuids: Collection[DeviceId]) -> dict[DeviceId, int | None]:
@@ -220,6 +252,11 @@ class _Reader:
         self.inventory: tuple[Device, ...] = ()
         self.problems: tuple[str, ...] = ()
 
+    def add_lost(self, devices: Iterable[Device]) -> None:
+        known = {known for device in self.inventory for known in (device.uuid, device.index)}
+        lost = [d for d in devices if d.uuid not in known and d.index not in known]
+        self.inventory = tuple(sorted([*self.inventory, *lost], key=lambda device: device.index))
+
     def open(self) -> None:
         loaded = self._load()
         try:
@@ -242,16 +279,29 @@ class _Reader:
 
     def observe(
         self, uuids: Iterable[DeviceId], *, utilization: bool
-    ) -> tuple[dict[DeviceId, DeviceReading], dict[DeviceId, str]]:
-        """Return the readings, and for each device that could not be read why not."""
+    ) -> tuple[dict[DeviceId, DeviceReading], dict[DeviceId, str], list[DeviceId]]:
+        """Return the readings, why others could not be read, and which of those are lost."""
         readings: dict[DeviceId, DeviceReading] = {}
         errors: dict[DeviceId, str] = {}
+        lost: list[DeviceId] = []
         for uuid in uuids:
             try:
                 readings[uuid] = self._read_or_reopen(uuid, utilization)
             except self._nvml.NVMLError as exc:  # noqa: PERF203 - one broken device is not all
                 errors[uuid] = _text(str(exc))
-        return readings, errors
+                if exc.value in self._losses():
+                    lost.append(uuid)
+        return readings, errors, lost
+
+    def _losses(self) -> tuple[int, ...]:
+        """Return the codes for a device that fell off the bus or waits for a reset."""
+        nvml = self._nvml
+        return (
+            nvml.NVML_ERROR_GPU_IS_LOST,
+            nvml.NVML_ERROR_RESET_REQUIRED,
+            # By its UUID: it was there when NVML was initialized before.
+            nvml.NVML_ERROR_NOT_FOUND,
+        )
 
     def _load(self) -> ctypes.CDLL | None:
         """Load the configured library ahead of pynvml, which then gets it by its SONAME."""
@@ -388,6 +438,14 @@ class _Reader:
                     raise
                 self._has_memory_v2 = False
         return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+#: The first one that could snapshot processes which use PyTorch.
+_GOOD_DRIVER: Final = (575, 57, 8)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 #: nvmlComputeMode_t.

@@ -24,7 +24,7 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.host.backends.base import Backend
-from tsliced.host.devices import DeviceReading, Devices, DevicesError
+from tsliced.host.devices import DeviceError, DeviceReading, Devices, DevicesError
 from tsliced.host.membership import Membership
 
 #: NVML may go on listing a process for some 100 ms after its memory is gone.
@@ -117,15 +117,31 @@ class Scanner:
         groups = (*scan.tenancy.groups, *scan.beyond)
         return self.unlisted(device for group in groups for device in self._devices_of[group])
 
-    async def look(
-        self, groups: Iterable[GroupName], *, utilization: bool = False
-    ) -> tuple[FoundRank, ...]:
-        """Return every process that NVML lists on the groups' devices.
-
-        With `utilization`, it is noted how busy the devices are. Raises `ScanFailed`.
-        """
+    async def look(self, groups: Iterable[GroupName]) -> tuple[FoundRank, ...]:
+        """Return every process that NVML lists on the groups' devices. Raises `ScanFailed`."""
         uuids = [device for group in groups for device in self._devices_of[group]]
-        readings = await self.read(uuids, utilization=utilization)
+        return self._look_at(await self.read(uuids))
+
+    async def look_around(self) -> tuple[tuple[FoundRank, ...], dict[DeviceId, str]]:
+        """Return every process on any group's devices, and which devices are lost, and why.
+
+        It is noted how busy the devices are. Raises `ScanFailed`, also for one device that cannot
+        be read and is not known to be lost.
+        """
+        uuids = [device for devices in self._devices_of.values() for device in devices]
+        lost: dict[DeviceId, str] = {}
+        try:
+            readings = await self.read(uuids, utilization=True)
+        except ScanFailed as exc:
+            cause = exc.__cause__
+            if not isinstance(cause, DeviceError) or cause.uuid not in cause.lost:
+                raise
+            # The others are looked at all the same.
+            lost = cause.lost
+            readings = self._keep(cause.readings, utilization=True)
+        return self._look_at(readings), lost
+
+    def _look_at(self, readings: Mapping[DeviceId, DeviceReading]) -> tuple[FoundRank, ...]:
         try:
             return self._found(readings)
         except OSError as exc:
@@ -168,6 +184,11 @@ class Scanner:
         if stale_s > 0:
             text = f"NVML does not answer; its latest word is {stale_s:.1f} s old"
             raise ScanFailed(Reason(cause=Cause.DRIVER, text=text))
+        return self._keep(readings, utilization=utilization)
+
+    def _keep(
+        self, readings: dict[DeviceId, DeviceReading], *, utilization: bool
+    ) -> dict[DeviceId, DeviceReading]:
         self.readings.update(readings)
         if utilization:
             self.utilization.update((uuid, r.utilization_pct) for uuid, r in readings.items())

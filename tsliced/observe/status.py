@@ -16,7 +16,7 @@ from tsliced.core.coordinator import Place
 from tsliced.core.machine import Machine
 from tsliced.core.model import DeviceId, Drain, GroupConfig, GroupName, JobKey, RankState
 from tsliced.core.rank import Rank
-from tsliced.core.remedies import out_of_orphan
+from tsliced.core.remedies import out_of_loss, out_of_orphan
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.tenancies import Tenancy
 from tsliced.host.devices import Device
@@ -104,6 +104,8 @@ class StatusPage:
             state, reason = "blocked", leasing.explain_stop(blocked, now)
         elif (alarm := self._alarm(group.name)) is not None:
             state, reason = "stuck", alarm.text(now)
+        elif (lost := next(filter(None, map(leasing.lost.get, group.devices)), None)) is not None:
+            state, reason = "lost", f"{lost}; {out_of_loss()}"
         elif drain is not None:
             left = chosen is not None or (drain.park and residents)
             state, reason = "draining" if left else "drained", f"drained by {drain.by}"
@@ -153,7 +155,13 @@ class StatusPage:
             "total_bytes": device.total_bytes if device is not None else 0,
             "used_bytes": reading.used_bytes if reading is not None else None,
             "utilization_pct": self.scanner.utilization.get(uuid),
+            "problems": self._problems(uuid, device),
         }
+
+    def _problems(self, uuid: DeviceId, device: Device | None) -> list[str]:
+        loss = self.machine.leasing.lost.get(uuid)
+        lost = [f"{loss}; {out_of_loss()}"] if loss is not None else []
+        return [*lost, *(device.warnings() if device is not None else ())]
 
     # --- jobs ---------------------------------------------------------------------------------
 

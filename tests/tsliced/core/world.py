@@ -361,10 +361,11 @@ class World:
             for process in seen
         )
 
-    def look(self) -> None:
-        """Let the daemon have its regular look at all devices."""
+    def look(self, *lost: DeviceId) -> None:
+        """Let the daemon have its regular look at all devices, of which some are lost."""
         devices = frozenset(device for group in self.groups for device in group.devices)
-        self.feed(GroupsObserved(found=self.found(devices)))
+        gone = tuple((device, "GPU is lost") for device in lost)
+        self.feed(GroupsObserved(found=self.found(devices - set(lost)), lost=gone))
 
     def _check_start(self, start: StartOperation) -> None:
         """Assert that a restore is started only onto devices that are free of others."""

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import uvloop
 
 from tsliced.core.model import DeviceId
 from tsliced.host.devices import (
+    Device,
     DeviceError,
     DeviceProcess,
     Devices,
@@ -156,6 +158,31 @@ def test_the_inventory_says_what_each_device_is() -> None:
     asyncio.run(check())
 
 
+def test_what_jobs_will_suffer_from_is_said_with_what_helps() -> None:
+    device = Device(
+        uuid=GPU0,
+        index=0,
+        name="Model",
+        total_bytes=100,
+        driver_version="580.95.05",
+        persistence=True,
+        mig=False,
+        compute_mode="default",
+    )
+    assert device.warnings() == ()
+    assert replace(device, persistence=None, mig=None, compute_mode=None).warnings() == ()
+    troubles = {
+        "nvidia-smi -pm 1": replace(device, persistence=False),
+        "nvidia-smi -mig 0": replace(device, mig=True),
+        "nvidia-smi -c 0": replace(device, compute_mode="exclusive_process"),
+        "570 is needed": replace(device, driver_version="565.57.01"),
+        "PyTorch needs 575.57.08": replace(device, driver_version="570.86.15"),
+    }
+    for words, troubled in troubles.items():
+        (warning,) = troubled.warnings()
+        assert words in warning
+
+
 def test_what_a_device_cannot_have_is_unknown() -> None:
     async def check() -> None:
         nvml = FakeNvml()
@@ -233,6 +260,11 @@ def test_one_device_that_fails_is_named_and_the_others_are_still_told() -> None:
                 await devices.observe([GPU0, GPU1])
             assert caught.value.uuid == GPU0
             assert list(caught.value.readings) == [GPU1]
+            assert caught.value.lost == {}
+            nvml.errors["GPU-1"] = pynvml.NVML_ERROR_RESET_REQUIRED
+            with pytest.raises(DeviceError, match="device GPU-0: Unknown Error") as both:
+                await devices.observe([GPU1, GPU0])
+            assert list(both.value.lost) == [GPU1]
             with pytest.raises(DeviceError, match="device GPU-9: Not Found"):
                 await devices.observe([DeviceId("GPU-9")])
 
@@ -245,8 +277,10 @@ def test_a_lost_device_stays_in_the_inventory_and_is_read_again_when_it_is_back(
         async with opened(nvml, reopen_s=0.0) as devices:
             before = devices.inventory()
             nvml.errors = {"GPU-0": pynvml.NVML_ERROR_GPU_IS_LOST}
-            with pytest.raises(DeviceError, match="GPU is lost"):
+            with pytest.raises(DeviceError, match="GPU is lost") as caught:
                 await devices.observe([GPU0, GPU1])
+            assert caught.value.lost == {GPU0: "GPU is lost"}
+            assert list(caught.value.readings) == [GPU1]
             assert devices.inventory() == before
             assert devices.problems() == ("device 0 cannot be used: GPU is lost",)
             nvml.errors = {}

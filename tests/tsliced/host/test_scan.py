@@ -200,8 +200,25 @@ def test_how_busy_devices_are_is_noted_when_it_is_asked_for(tmp_path: Path) -> N
         place.devices.utilization_pct = 40
         await place.scanner.look(BOTH)
         assert place.scanner.utilization == {}
-        await place.scanner.look(BOTH, utilization=True)
+        await place.scanner.look_around()
         assert place.scanner.utilization == {D1: 40, D2: 40}
+
+    tell(tmp_path, story)
+
+
+def test_a_lost_device_keeps_nobody_from_looking_at_the_others(tmp_path: Path) -> None:
+    async def story(place: Place) -> None:
+        with process_of("a") as rank:
+            place.devices.put(rank, MIB, D1)
+            readings = await place.devices.observe([D1])
+            lost = {D2: "GPU is lost"}
+            place.devices.error = DeviceError(D2, lost[D2], readings=readings, lost=lost)
+            found, gone = await place.scanner.look_around()
+            assert [f.process for f in found] == [rank]
+            assert gone == lost
+            place.devices.error = DeviceError(D2, "Unknown Error", readings=readings)
+            with pytest.raises(ScanFailed, match="Unknown Error"):
+                await place.scanner.look_around()
 
     tell(tmp_path, story)
 
