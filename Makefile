@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+DURATION ?= 60
+SEED ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -29,6 +31,10 @@ test: $(VENV)/.stamp-test softcuda ## All tests that need no GPU; PYTEST_ARGS=..
 .PHONY: test-gpu
 test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 570 or later
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+.PHONY: chaos
+chaos: $(VENV)/.stamp-test softcuda ## 40 clients in a storm of faults; DURATION=60 seconds, SEED=n repeats one
+	PYTHONPATH=tests/e2e:. $(BIN)/python tests/chaos/chaos_run.py --duration $(DURATION) $(SEED:%=--seed %)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core

@@ -161,6 +161,7 @@ class Rank:
 
     def stop(self) -> None:
         """Stops the process, and waits until all of it has stopped."""
+        self._recorder.write("stopped", pid=self.pid)
         os.kill(self.pid, signal.SIGSTOP)
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -194,9 +195,10 @@ class Host:
         # Device memory and the journal are files; the kernel limits paths of sockets.
         self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir=base))
         self.directory.chmod(0o755)
-        directory_of(self.directory / "s").mkdir()
-        directory_of(self.directory / "s").chmod(0o1777)
-        self.recorder = Recorder(directory_of(self.directory / "s"))
+        self.histories = directory_of(self.directory / "s")
+        self.histories.mkdir()
+        self.histories.chmod(0o1777)
+        self.recorder = Recorder(self.histories)
         self.socket = self.directory / "s"
         self.log = self.directory / "log"
         self.config = self.directory / "tsliced.toml"
@@ -370,6 +372,7 @@ class Host:
         job: str = "",
         *,
         program: str = "rank.py",
+        arguments: Sequence[str] = (),
         told: bool = False,
         within: Sequence[str] = (),
         **environment: str,
@@ -383,7 +386,7 @@ class Host:
             environment["RANK_JOB" if told else "TSLICE_JOB_ID"] = job
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [*within, *self.user, sys.executable, str(HERE / program)],
+                [*within, *self.user, sys.executable, str(HERE / program), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -433,12 +436,13 @@ class Host:
 
     def judge(self) -> Judged:
         """Returns what the clients wrote down so far, and what of it must not have happened."""
-        groups = [name for name in {**DEFAULTS, **self.settings} if name.startswith("groups.")]
+        own = [name for name in self.settings if name.startswith("groups.")]
+        groups = own or [name for name in DEFAULTS if name.startswith("groups.")]
         settings = [self.settings.get(name, {}) for name in ("daemon", "limits", *groups)]
         fifo = all(values.get("policy", "fifo") == "fifo" for values in settings)
         bound = self.settings.get("limits", {}).get("max_passed_over", 8)
         return judge(
-            directory_of(self.socket),
+            self.histories,
             self.log,
             order=[name.removeprefix("groups.") for name in groups],
             passes=0 if fifo else int(str(bound)),
@@ -446,7 +450,7 @@ class Host:
 
     def called(self) -> list[str]:
         """Returns the callbacks that ranks ran or are about to run, in their order."""
-        lines = lines_of(directory_of(self.socket), "called")
+        lines = lines_of(self.histories, "called")
         return [line["callback"] for line in sorted(lines, key=lambda line: line["at"])]
 
     def forget(self) -> None:

@@ -30,8 +30,9 @@ Line = dict[str, Any]
 
 #: Times of the log are whole milliseconds of another clock than the clients'.
 CLOCKS_APART_S = 0.005
-#: From a refusal to the moment at which a client on a busy machine has written it down.
-ANSWER_TAKES_S = 1.0
+#: From a refusal to the moment at which a client has written it down, on a busy machine and over a
+#: restart of the daemon.
+ANSWER_TAKES_S = 5.0
 _DAY_S = 24 * 3600
 _LOGGED = re.compile(r"(\d\d):(\d\d):(\d\d\.\d{3}) \w+ +(queued|released) (.*)")
 
@@ -131,7 +132,7 @@ def judge(
     violations = [
         *_overlaps(acquires),
         *_tokens(acquires),
-        *_inversions(acquires, tuple(order), passes, forgotten),
+        *_inversions(acquires, tuple(order), passes, every),
     ]
     return Judged(acquires=acquires, violations=violations)
 
@@ -318,13 +319,14 @@ def _rises(last: Acquire, grant: Acquire, group: str) -> bool:
 
 
 def _inversions(
-    acquires: list[Acquire], order: tuple[str, ...], passes: int, forgotten: list[float]
+    acquires: list[Acquire], order: tuple[str, ...], passes: int, lines: list[Line]
 ) -> Iterator[Violation]:
     """Yields who was passed over too often.
 
     A lease of several groups waits for one after the other, so its place counts for the first. A
     round of several ranks takes its place when it is complete, which nobody here can see.
     """
+    forgotten = [line["at"] for line in lines if line["what"] == "forgotten"]
     place = {group: number for number, group in enumerate(order)}
     grants = _by_group(acquires)
     for early in acquires:
@@ -333,8 +335,10 @@ def _inversions(
         group = min(early.groups, key=lambda name: place.get(name, len(place)))
         end = min(_ended_at(early), early.until)
         if early.lease is None:
-            # It left the queue some time before it was told so.
-            end -= ANSWER_TAKES_S
+            # It left the queue some time before it was told so, and one that is stopped hears of
+            # nothing at all.
+            stops = [x["at"] for x in lines if x["what"] == "stopped" and x["pid"] == early.pid]
+            end = min([end - ANSWER_TAKES_S, *(at for at in stops if at > early.invoked_at)])
         passed = [
             late
             for late in grants.get(group, ())

@@ -174,6 +174,24 @@ def test_a_waiter_that_never_gets_its_turn_is_passed_over_too_g4(story: Story) -
     assert [acquire.job for acquire in story.judge().pending()] == ["0/x"]
 
 
+def test_nobody_knows_when_one_that_was_refused_has_left_its_queue(story: Story) -> None:
+    story.client(
+        "x", *turn("0/x", 1, None), {"at": 6, "what": "fail", "n": 1000, "code": "timeout"}
+    )
+    story.client("b", *turn("b", 2, 3, 4))
+    story.log(1.5, "queued", "x.1")
+    assert story.rules() == []
+
+
+def test_one_that_is_stopped_does_not_hear_of_its_end(story: Story) -> None:
+    story.client("x", *turn("0/x", 1, None))
+    story.client("b", *turn("b", 2, 3, 4))
+    story.log(1.5, "queued", "x.1")
+    assert story.rules() == ["passed over 1 times, 0 allowed"]
+    story.client("test", {"at": 2.5, "what": "stopped", "pid": OWN})
+    assert story.rules() == []
+
+
 def test_a_lease_of_several_groups_has_its_place_in_the_first_of_them(story: Story) -> None:
     story.client("a", *turn("a", 1, 6, 7, token=9, groups=("g1", "g2")))
     story.client("b", *turn("b", 2, 3, 4, groups=("g2",)))
