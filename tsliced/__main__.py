@@ -62,7 +62,7 @@ def _serve(config: object, source: object, *, tell_socket: bool) -> int:
     from tsliced.daemon import BrokenStateError, Daemon
     from tsliced.host.backends.base import BackendError
     from tsliced.host.devices import DevicesUnavailable
-    from tsliced.host.journal import JournalError
+    from tsliced.host.journal import JournalCode, JournalError
     from tsliced.log import Log
     from tsliced.net.listening import ListenError
     from tsliced.sdnotify import Notifier
@@ -92,6 +92,8 @@ def _serve(config: object, source: object, *, tell_socket: bool) -> int:
         print(f"tsliced: {exc}", file=sys.stderr)
         daemon.notifier.status(f"cannot start: {' '.join(str(exc).split())}")
         status = failures[type(exc)]
+        if isinstance(exc, JournalError) and exc.code is JournalCode.NEWER:
+            status = EX_CONFIG  # trying again would not help
         if daemon.notifier.enabled and status != EX_CONFIG:
             # The service manager tries again at once: give what is missing some time to come.
             time.sleep(RETRY_PAUSE_S)

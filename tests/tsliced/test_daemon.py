@@ -8,10 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from harness import HERE, LIMIT_S, Host, Settings, path_with, until
+
+from tsliced.host import kept_log, record_codec
+from tsliced.host.journal import Journal
 
 EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT, EX_CONFIG = 69, 70, 73, 78
 
@@ -55,6 +59,32 @@ def test_a_second_daemon_on_the_same_state_is_turned_away(host: Host) -> None:
     assert "Traceback" not in second.stderr
     assert not other.exists()
     assert host.status()["uptime_s"] > 0
+
+
+def test_a_state_of_a_newer_version_is_refused_for_good_and_not_touched_g8(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service manager does not try again, and who goes back to that version loses nothing."""
+    host.start_daemon()
+    assert host.stop_daemon() == 0
+    state = host.directory / "state"
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_log, "SCHEMA", record_codec.SCHEMA + 1)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with closing(Journal.open(state, now_unix=2e9, boot=boot)):
+            pass
+    before = contents(state)
+    refused = run(host)
+    assert refused.returncode == EX_CONFIG
+    assert "was written by a newer tsliced" in refused.stderr
+    assert "start that version again, or move the journal's directory away" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert contents(state) == before
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return what is in the files of a journal, but for who has it open."""
+    return {path.name: path.read_bytes() for path in directory.glob("[jk]*[!k]")}
 
 
 def test_after_a_daemon_that_could_not_start_the_next_one_can(host: Host) -> None:

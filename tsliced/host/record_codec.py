@@ -38,13 +38,10 @@ from tsliced.core.actions import (
 )
 
 #: Version of the layout of all record types together.
-SCHEMA = 1
+SCHEMA = 2
 
 #: A record as it is packed: its type's tag and its fields in the order of their definition.
 Entry: TypeAlias = tuple[int, Sequence[object]]
-
-#: By schema version: what turns an entry of that version into one of the next. None drops it.
-MIGRATIONS: Mapping[int, Callable[[Entry], Entry | None]] = {}
 
 #: Tags are stored. One that was ever in use is never given to another type.
 _TAGS: Mapping[type[Record], int] = {
@@ -61,6 +58,21 @@ _TAGS: Mapping[type[Record], int] = {
     StrangerRecord: 11,
     RemainsRecord: 12,
 }
+
+#: By tag: the fields that layout 2 added at the end, with what the daemons before it meant.
+_ADDED_BY_2: Mapping[int, Sequence[object]] = {
+    1: (None,),  # heartbeat_s: none was promised
+    7: ((), ()),  # bytes_on and residue: not known
+}
+
+
+def _to_2(entry: Entry) -> Entry:
+    tag, fields = entry
+    return tag, [*fields, *_ADDED_BY_2.get(tag, ())]
+
+
+#: By schema version: what turns an entry of that version into one of the next. None drops it.
+MIGRATIONS: Mapping[int, Callable[[Entry], Entry | None]] = {1: _to_2}
 
 #: The codec is generic over types that only their hints know; `decode` checks what it makes.
 _Convert: TypeAlias = Callable[[Any], Any]
@@ -288,6 +300,9 @@ def _migrate(entry: Any, schema: int) -> Entry | None:
             break
         if version not in MIGRATIONS:
             raise RecordError(f"layout {version} was never written")
-        entry = MIGRATIONS[version](entry)
+        tag, fields = _items(entry, 2)
+        if not isinstance(tag, int):
+            raise RecordError(f"unknown record type {tag!r}")
+        entry = MIGRATIONS[version]((tag, _items(fields)))
     migrated: Entry | None = entry
     return migrated

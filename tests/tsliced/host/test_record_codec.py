@@ -146,6 +146,12 @@ def test_an_older_layout_is_brought_up_step_by_step(monkeypatch: pytest.MonkeyPa
         unpack_batch(packed, schema=0)
 
 
+@pytest.mark.parametrize("entries", [[7], [[3]], [["3", []]], [[None, None]], [[1, 7]]])
+def test_what_no_older_layout_can_have_been_is_refused_as_well(entries: object) -> None:
+    with pytest.raises(RecordError):
+        unpack_batch(msgpack.packb(entries), schema=1)
+
+
 def layout_of(hint: Any, seen: dict[str, str]) -> str:
     """Return a hint in words, and note in `seen` the fields of every class that it names."""
     while isinstance(hint, typing.NewType):
