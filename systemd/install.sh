@@ -124,6 +124,9 @@ install_config() {
     install -m 644 "$sample" "$known"
 }
 
+if [[ -z $destdir ]] && ((EUID)); then
+    fail 'only root can install into the system; --destdir DIR writes it all below DIR'
+fi
 if [[ -n $uninstall ]]; then
     remove
     exit

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from box import DEVICES, NEXT_VERSION, Box, BoxRank, children
+from box import DEVICES, NEXT_VERSION, PYTHON, SOCKET, SOFTCUDA, Box, BoxRank, children
 from harness import LIMIT_S, RankError, until
 
 #: From the daemon's end to the grant of a waiter for whom nothing has to be moved; seconds.
@@ -249,6 +249,35 @@ def test_an_upgrade_costs_nobody_anything(box: Box, bundle: Path, next_bundle: P
     restart(box)
     assert box.status()["version"] != NEXT_VERSION
     assert box.group()["holder"]["id"] == "b"
+
+
+def test_it_is_enabled_and_taken_away_again_and_configuration_and_state_stay(
+    box: Box, bundle: Path
+) -> None:
+    box.run("systemctl", "enable", "--now", "tsliced.socket", "tsliced.service")
+    assert box.show("ActiveState") == "active"
+    assert box.show("UnitFileState") == "enabled"
+    box.run(f"/opt/bundles/{bundle.name}/install.sh", "--uninstall")
+    try:
+        assert box.show("LoadState") == "not-found"
+        for path in (PYTHON, "/usr/local/bin/tslicectl", "/usr/local/lib/tsliced", SOCKET):
+            assert box.run("test", "-e", path, check=False).returncode == 1, path
+        for path in ("/etc/tsliced/tsliced.toml", "/var/lib/tsliced", "/run/tsliced"):
+            box.run("test", "-e", path)
+    finally:
+        box.install(bundle.name)
+
+
+def test_a_driver_that_comes_late_is_waited_for(box: Box) -> None:
+    late = "/run/libnvidia-ml.so.1"
+    box.configure({"daemon": {"nvml_library": late}})
+    box.run("systemctl", "start", "tsliced.service", check=False)
+    until(lambda: int(box.show("NRestarts")) >= 1, "it is tried again", 2 * LIMIT_S)
+    assert box.show("ActiveState") != "failed"
+    assert late in box.journal()
+    box.run("ln", "-s", f"{SOFTCUDA}/libnvidia-ml.so.1", late)
+    until(lambda: box.show("ActiveState") == "active", "it serves", 2 * LIMIT_S)
+    assert box.group()["state"] == "free"
 
 
 def test_a_reload_is_done_or_refused_as_a_whole(box: Box) -> None:

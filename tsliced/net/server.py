@@ -353,8 +353,8 @@ class Server:
         self._keep(connection, hello)
 
     def _keep(self, connection: Connection, hello: Hello) -> None:
-        # Agents and tools open a new session when they come back: nothing of the old one is needed.
-        if hello.role == "client" and connection.session is not None and connection.open:
+        # A tool opens a new session when it comes back: nothing of the old one is needed.
+        if hello.role != "tool" and connection.session is not None and connection.open:
             connection.keep(self._vault, connection.session)
 
     def _welcome(
