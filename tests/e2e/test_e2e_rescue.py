@@ -82,7 +82,7 @@ def test_what_does_not_fit_beside_another_is_left_parked_and_said_so(host: Host)
     first, second, digests = left_parked(host, mib=40)
     done = rescue(host)
     assert done.returncode == 1
-    assert "MiB needed" in done.stdout
+    assert "MiB) needed" in done.stdout
     states = {p: r["state"] for p, r in report(host, "--dry-run").items()}
     assert sorted(states.values()) == ["parked", "running"]
     (running,) = [rank for rank in (first, second) if states[rank.pid] == "running"]

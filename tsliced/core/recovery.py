@@ -137,13 +137,9 @@ def _tenancy(machine: Machine, record: TenancyRecord, now: float) -> None:
     participant.quiesced = record.stamp != NO_STAMP
 
 
-def _rank(machine: Machine, record: RankRecord) -> None:
-    tenancies = machine.tenancies
-    if record.tenancy not in tenancies.all:
-        if any(group not in machine.leasing.arbiters for group in record.tenancy.groups):
-            return
-        tenancies.make(record.tenancy, Place.ON)
-    rank = Rank(
+def rank_of(record: RankRecord) -> Rank:
+    """Return a rank as the journal has it; where it is now only the driver knows."""
+    return Rank(
         id=record.rank,
         devices=record.devices,
         device_bytes=record.device_bytes,
@@ -152,7 +148,15 @@ def _rank(machine: Machine, record: RankRecord) -> None:
         bytes_on=record.bytes_on,
         residue=record.residue,
     )
-    tenancies.regain(rank, record.tenancy)
+
+
+def _rank(machine: Machine, record: RankRecord) -> None:
+    tenancies = machine.tenancies
+    if record.tenancy not in tenancies.all:
+        if any(group not in machine.leasing.arbiters for group in record.tenancy.groups):
+            return
+        tenancies.make(record.tenancy, Place.ON)
+    tenancies.regain(rank_of(record), record.tenancy)
 
 
 def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:

@@ -31,6 +31,7 @@ from tsliced.core.model import (
     TenancyKey,
     Verb,
 )
+from tsliced.core.recovery import rank_of
 from tsliced.host.backends.base import Backend
 from tsliced.host.devices import DeviceReading, DevicesError
 from tsliced.host.memory import DeviceLedger, Shortage
@@ -53,9 +54,8 @@ class Patient:
     rank: RankId
     #: None: named by its pid, and not in the journal.
     record: RankRecord | None
-    #: What a restore of it needs, at most; evenly on its devices.
-    need_bytes: int
-    devices: frozenset[DeviceId]
+    #: Device memory that a restore of it takes, at most.
+    needs: tuple[tuple[DeviceId, int], ...]
     #: As the driver said at first; None: it could not be asked, or the process is gone.
     was: RankState | None = None
     now: RankState | None = None
@@ -86,12 +86,8 @@ def cases_in(records: Iterable[Record]) -> list[Case]:
             case SessionRecord(session=session, job=job):
                 sessions[session] = job
             case RankRecord() if is_alive(record.rank.process):
-                patient = Patient(
-                    rank=record.rank,
-                    record=record,
-                    need_bytes=record.device_bytes,
-                    devices=record.devices,
-                )
+                needs = rank_of(record).needs()
+                patient = Patient(rank=record.rank, record=record, needs=needs)
                 ranks.setdefault(record.tenancy.job, []).append(patient)
             case LeaseRecord() if record.session in sessions:
                 # Leases come behind the sessions that they refer to.
@@ -109,16 +105,15 @@ def case_of(pids: Iterable[int], host: HostName, devices: Iterable[DeviceId]) ->
     A snapshot lies in its process's own memory, so what a restore needs is at most that; on which
     devices is not known, so each of them must have room. Raises `LookupError` for a pid of nobody.
     """
-    everywhere = frozenset(devices)
+    everywhere = tuple(devices)
     patients = []
     for pid in pids:
         process = identify(pid)
         if process is None:
             raise LookupError(f"there is no process {pid}")
-        need = _anonymous_bytes(process) * max(1, len(everywhere))
-        patients.append(
-            Patient(rank=RankId(host, process), record=None, need_bytes=need, devices=everywhere)
-        )
+        most = _anonymous_bytes(process)
+        needs = tuple((device, most) for device in everywhere)
+        patients.append(Patient(rank=RankId(host, process), record=None, needs=needs))
     return Case(job=None, patients=patients)
 
 
@@ -202,9 +197,8 @@ class Rescue:
             return None
         needs: dict[DeviceId, int] = {}
         for patient in parked:
-            for device in patient.devices:
-                share = patient.need_bytes // len(patient.devices)
-                needs[device] = needs.get(device, 0) + share
+            for device, need in patient.needs:
+                needs[device] = needs.get(device, 0) + need
         try:
             readings = await self.eye.observe(list(needs))
         except DevicesError as exc:
@@ -224,7 +218,7 @@ class Rescue:
     def _write_back(self, case: Case) -> None:
         """Let the next daemon know who runs, and that it has not left its devices."""
         records: list[Record] = [
-            replace(patient.record, state=RankState.RUNNING, verb=None)
+            replace(patient.record, state=RankState.RUNNING, verb=None, residue=())
             for patient in case.patients
             if patient.record is not None and patient.now is RankState.RUNNING
         ]
