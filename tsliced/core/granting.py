@@ -467,6 +467,13 @@ class Granting(Draining):
         self.todo.extend(reach)
         self.tidy(key.job)
 
+    def tell_moving(self, reason: Reason) -> None:
+        """Tell those for whom something is moved what is in the way, unless they know of it."""
+        for group in self.arbiters:
+            round_ = self.chosen_for(group)
+            if round_ is not None and round_.state is MOVING and round_.stalled is None:
+                self.tell_stalled(round_, round_.job, reason)
+
     def revoke_unwritten(self, lease_id: LeaseId, reason: Reason, now: float) -> None:
         """Take back a grant that could not be written down and was not sent."""
         lease = self.leases.get(lease_id)

@@ -445,6 +445,7 @@ class Machine:
                 case _:
                     # The way back (restore, thaw, resume) and answers: a restart asks the driver.
                     self.leasing.out.append(action)
+        self.leasing.tell_moving(event.failure)
 
     def _fail_operation(self, start: StartOperation, reason: Reason, now: float) -> None:
         rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]

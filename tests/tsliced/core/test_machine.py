@@ -395,6 +395,20 @@ def test_answers_are_given_although_they_cannot_be_written_and_are_made_up_for()
     assert not world.machine.unwritten
 
 
+def test_who_waits_for_a_move_that_cannot_be_written_down_is_told_once_and_goes_on_later() -> None:
+    world = World()
+    world.acquire(world.session(A))
+    world.journal_broken = BROKEN
+    lease = world.acquire(world.session(B), G2)
+    world.pass_time(3 * LIMITS.retry_max_s)
+    assert world.waits(lease)
+    (told,) = world.all_of(TellStalled)
+    assert (told.lease, told.reason) == (lease, BROKEN)
+    world.journal_broken = None
+    world.pass_time(3 * LIMITS.retry_max_s)
+    assert world.held(lease)
+
+
 def test_what_was_not_written_goes_before_the_next_thing_that_is() -> None:
     world = World()
     session = world.session(A)
