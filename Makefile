@@ -2,8 +2,6 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-DURATION ?= 60
-SEED ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -34,7 +32,7 @@ test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 57
 
 .PHONY: chaos
 chaos: $(VENV)/.stamp-test softcuda ## 40 clients in a storm of faults; DURATION=60 seconds, SEED=n repeats one
-	PYTHONPATH=tests/e2e:. $(BIN)/python tests/chaos/chaos_run.py --duration $(DURATION) $(SEED:%=--seed %)
+	PYTHONPATH=tests/e2e:. $(BIN)/python tests/chaos/chaos_run.py --duration $(or $(DURATION),60) $(SEED:%=--seed %)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core

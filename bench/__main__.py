@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.daemon import Place, make_devices
+from bench.deaths import measure_deaths
 from bench.footprint import measure_footprint
 from bench.machine import Machine, choose_cores, describe
 from bench.report import Section, table, to_json
@@ -25,6 +26,7 @@ MEASUREMENTS: dict[str, Callable[[Place], Section]] = {
     "acquire": measure_acquire,
     "requests": measure_crowd,
     "switch": measure_switch,
+    "deaths": measure_deaths,
     "yardsticks": measure_yardsticks,
     "footprint": measure_footprint,
 }
