@@ -357,6 +357,9 @@ class AsyncTimeSlice(BaseClient):
                 await self._finish_device_work(grant)
         finally:
             self.close_now()
+        if accelerator.in_use():
+            # In a thread, since it may take long, and on a line that does not end with the loop.
+            await asyncio.get_running_loop().run_in_executor(None, leaving.come_back, self._line)
 
     def close_now(self) -> None:
         """Closes without waiting for anything, with the event loop running or not."""

@@ -54,6 +54,10 @@ Names = str | Iterable[str] | None
 Field = bool | int | float | str
 
 
+class NotNeeded(Exception):  # noqa: N818 - an answer
+    """The daemon says that this process needs no last turn."""
+
+
 class BaseClient:
     """Configuration, checks and callbacks of a client. See `client.TimeSlice`."""
 

@@ -22,6 +22,7 @@ from libtimeslice.base import (
     TIMEOUT_SLACK_S,
     BaseClient,
     Names,
+    NotNeeded,
     acquire_error,
     acquire_timeout,
     answer_of,
@@ -272,8 +273,17 @@ class TimeSlice(BaseClient):
     def close(self) -> None:
         """Ends the session and releases what it holds. May be repeated.
 
-        It waits for device work of this process that is under way, and for nothing else.
+        It waits for device work of this process that is under way. If others have the devices, and
+        this process's state is parked, it then waits for a last turn (`last_turn_s` at most), which
+        lasts until the process ends: what comes after this call may use the devices.
         """
+        if self._closed:
+            return
+        self.close_now()
+        leaving.come_back(self._line)
+
+    def close_now(self) -> None:
+        """Closes without waiting for a turn."""
         if self._closed:
             return
         self._closed = True
@@ -289,9 +299,25 @@ class TimeSlice(BaseClient):
                 self._session.release(grant)
             self._finalizer()
 
-    def close_now(self) -> None:
-        """Closes at exit."""
-        self.close()
+    def take_last_turn(self, ask: Ask | None, *, leaving: bool) -> bool:
+        """Has this process's state brought back, and keeps it there until the process is gone.
+
+        Returns False if that is not needed. For `leaving`, on a client of its own. `ask`: what the
+        job leased last, for a daemon that knows no last turns.
+        """
+        limit_s = self.settings.last_turn_s
+        self._line.connected(time.monotonic() + self.settings.connect_timeout_s)
+        if "last_turn" not in self._session.caps:
+            if not leaving or ask is None:
+                return False
+            # Alone, not as a round: the other ranks may be gone, or have much to do.
+            self._acquire(dataclasses.replace(ask, ranks=None, timeout_s=limit_s))
+            return True
+        try:
+            self._obtain(self, Ask(leaving=leaving, timeout_s=limit_s), time.monotonic() + limit_s)
+        except NotNeeded:
+            return False
+        return True
 
     # -- acquiring
 
@@ -379,6 +405,8 @@ class TimeSlice(BaseClient):
             raise
         if "err" in answer:
             raise acquire_error(answer, ask)
+        if answer:
+            raise NotNeeded
         self._withdraw(message, again=False)
         raise cancelled(ask)
 

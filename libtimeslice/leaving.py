@@ -18,6 +18,7 @@ from libtimeslice import accelerator
 from libtimeslice.base import logger
 from libtimeslice.environment import Mode, Settings
 from libtimeslice.errors import DaemonUnreachable, TimeSliceError
+from libtimeslice.link import OutOfTime
 from libtimeslice.session import Ask
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Leaver(Protocol):
 
 _clients: weakref.WeakSet[Leaver] = weakref.WeakSet()
 #: What clients that are closed or collected leased last, by socket and job.
-_last_asks: dict[tuple[str, str | None], tuple[Settings, Ask]] = {}
+_last_asks: dict[tuple[str, str | None], tuple[Settings, Ask | None]] = {}
 #: The clients of last turns: their connections must stay open until the process is gone.
 _last_turns: list[object] = []
 
@@ -57,12 +58,29 @@ def watch(client: Leaver) -> None:
 
 def settle(line: Line | AsyncLine) -> None:
     """Closes the line of a client that is closed or collected, and notes what it leased last."""
-    ask = line.session.last_ask
-    settings = line.settings
-    if ask is not None and settings.last_turn_s > 0 and settings.mode is not Mode.OFF:
-        job = settings.job or line.session.job
-        _last_asks[settings.path(), job] = (dataclasses.replace(settings, job=job), ask)
+    if line.session.answered and _wants_turns(line.settings):
+        settings = _settings_of(line)
+        known = _last_asks.get((settings.path(), settings.job))
+        ask = line.session.last_ask or (known[1] if known is not None else None)
+        _last_asks[settings.path(), settings.job] = (settings, ask)
     line.close()
+
+
+def come_back(line: Line | AsyncLine) -> None:
+    """After a close: has the process's state brought back if it is parked, until the process ends.
+
+    What the program does from here on, without a client, cannot ask for it any more.
+    """
+    if line.session.answered and _wants_turns(line.settings) and accelerator.in_use():
+        _may_take_last_turn(_settings_of(line), None, leaving=False)
+
+
+def _wants_turns(settings: Settings) -> bool:
+    return settings.last_turn_s > 0 and settings.mode is not Mode.OFF
+
+
+def _settings_of(line: Line | AsyncLine) -> Settings:
+    return dataclasses.replace(line.settings, job=line.settings.job or line.session.job)
 
 
 def leave() -> None:
@@ -79,31 +97,39 @@ def leave() -> None:
 
 def _take_last_turns() -> None:
     for settings, ask in list(_last_asks.values()):
-        if not _may_take_last_turn(settings, ask):
+        if not _may_take_last_turn(settings, ask, leaving=True):
             # That took its time; a process that leaves does not wait for daemon after daemon.
             return
 
 
-def _may_take_last_turn(settings: Settings, ask: Ask) -> bool:
+def _may_take_last_turn(settings: Settings, ask: Ask | None, *, leaving: bool) -> bool:
     """Tries, and returns whether its daemon could be reached."""
     try:
-        _take_last_turn(settings, ask)
-    except (TimeSliceError, KeyboardInterrupt) as error:
-        logger.warning("no last turn, so that leaving may block in the driver: %s", error)
-        return not isinstance(error, DaemonUnreachable)
+        _take_last_turn(settings, ask, leaving=leaving)
+    except (TimeSliceError, OutOfTime) as error:
+        logger.warning("no last turn, so that leaving may block in the driver: %r", error)
+        return not isinstance(error, (DaemonUnreachable, OutOfTime))
+    except KeyboardInterrupt:
+        if not leaving:
+            raise
+        logger.warning("no last turn, so that leaving may block in the driver: it was interrupted")
     return True
 
 
-def _take_last_turn(settings: Settings, ask: Ask) -> None:
+def _take_last_turn(settings: Settings, ask: Ask | None, *, leaving: bool) -> None:
     from libtimeslice.client import TimeSlice  # it imports this module
 
-    limit_s = settings.last_turn_s
-    client = TimeSlice(settings)
-    _last_turns.append(client)
-    logger.info("leaving: waiting up to %g s for a last turn on the devices", limit_s)
-    # Alone, not as a round: the other ranks may be gone, or have much to do.
-    alone = dataclasses.replace(ask, ranks=None, timeout_s=limit_s)
-    client._acquire(alone)
+    client = TimeSlice(dataclasses.replace(settings, heartbeat_s=None))
+    taken = False
+    try:
+        limit_s = settings.last_turn_s
+        logger.info("waiting up to %g s for a last turn on the devices, if need be", limit_s)
+        taken = client.take_last_turn(ask, leaving=leaving)
+    finally:
+        if taken:
+            _last_turns.append(client)
+        else:
+            client.close_now()
 
 
 def _start_afresh_in_child() -> None:

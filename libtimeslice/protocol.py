@@ -287,6 +287,18 @@ class Release:
 
 
 @_value
+class LastTurn:
+    """Wants this process's state back before it ends, if it is away; answered as an acquire.
+
+    `leaving`: it ends now, and keeps the devices until it is gone also if its state is there.
+    """
+
+    id: int
+    leaving: bool
+    timeout_s: float | None
+
+
+@_value
 class Cancel:
     """Withdraws the acquire with the id `acquire`."""
 
@@ -432,6 +444,7 @@ Request = (
     Hello
     | Acquire
     | Release
+    | LastTurn
     | Cancel
     | Register
     | Attach
@@ -544,6 +557,14 @@ def _unsupported_version(theirs: list[int], older: str) -> ProtocolError:
     )
 
 
+def _parse_last_turn(message: Message) -> LastTurn:
+    return LastTurn(
+        id=id_field(message),
+        leaving=flag_field(message, "leaving", absent=False),
+        timeout_s=optional_number_field(message, "timeout_s", 0, MAX_TIMEOUT_S),
+    )
+
+
 def _parse_cancel(message: Message) -> Cancel:
     return Cancel(id=id_field(message), acquire=int_field(message, "acquire", 1, MAX_ID))
 
@@ -641,6 +662,7 @@ _PARSERS: dict[object, Callable[[Message], Request]] = {
     "acquire": _parse_acquire,
     "release": _parse_release,
     "hello": _parse_hello,
+    "last_turn": _parse_last_turn,
     "cancel": _parse_cancel,
     "register": _parse_register,
     "attach": _parse_attach,

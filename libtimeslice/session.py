@@ -46,6 +46,9 @@ class LeaseState(Enum):
 
 Arrive = Literal["all", "first"]
 
+#: Requests that may be answered by a grant.
+_ASKING = ("acquire", "last_turn")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -57,9 +60,18 @@ class Ask:
     ranks: int | None = None
     arrive: Arrive = "all"
     timeout_s: float | None = None
+    #: A last turn of this process, if it needs one; True: it ends now. None: an ordinary lease.
+    leaving: bool | None = None
 
     def message(self, request_id: int) -> Message:
         """The request for it."""
+        if self.leaving is not None:
+            return {
+                "t": "last_turn",
+                "id": request_id,
+                "leaving": self.leaving,
+                "timeout_s": self.timeout_s,
+            }
         return {
             "t": "acquire",
             "id": request_id,
@@ -140,6 +152,7 @@ class Session:
     job: str | None = None
     groups: tuple[str, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
+    caps: frozenset[str] = frozenset()
     #: Whether any daemon ever answered this client.
     answered: bool = False
     #: Monotonic instant at which the connection was found lost; None while there is one.
@@ -192,6 +205,7 @@ class Session:
         self.host = str(welcome.get("host", ""))
         self.job = (welcome.get("job") or {}).get("id")
         self.groups = tuple(welcome.get("groups") or ())
+        self.caps = frozenset(welcome.get("caps") or ())
         self.grace_s = float(welcome.get("grace_s", DEFAULT_GRACE_S))
         lost = []
         for grant in self._shared_grants():
@@ -342,7 +356,7 @@ class Session:
         """What to send on a resumed connection, before anything else."""
         messages: list[Message] = []
         for message in list(self.unsettled.values()):
-            if message["t"] == "acquire":
+            if message["t"] in _ASKING:
                 messages += self.abandon_blindly(message)
             else:
                 messages.append(message)
@@ -354,7 +368,7 @@ class Session:
         """Takes the answer to an unsettled request; returns what must be sent because of it."""
         message = self.unsettled.pop(answer.get("re", 0), None)
         lease = answer.get("lease")
-        if message is None or message["t"] != "acquire" or not isinstance(lease, str):
+        if message is None or message["t"] not in _ASKING or not isinstance(lease, str):
             return ()
         # The grant crossed the cancel on the wire: hand it back.
         release: Message = {"t": "release", "id": next(self.ids), "lease": lease}

@@ -21,6 +21,7 @@ from tsliced.core.actions import (
     Action,
     ConfirmCancel,
     ConfirmRelease,
+    DeclineTurn,
     EndProcesses,
     EndSession,
     FreeMemory,
@@ -91,6 +92,7 @@ ClientAction = (
     | Refuse
     | ConfirmRelease
     | ConfirmCancel
+    | DeclineTurn
     | TellContended
     | TellStalled
     | TellLost

@@ -166,6 +166,11 @@ class Rank:
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 
+    def end(self) -> None:
+        """Lets the process come to its end, with all that it does then."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def kill(self) -> None:
         """Ends the process at once, and reaps it."""
         self._recorder.write("killed", pid=self.pid)

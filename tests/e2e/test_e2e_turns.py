@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import Host, MakeHost, RankError, Settings, until
+from harness import Host, MakeHost, Rank, RankError, Settings, until
 
 QUICK = {"retry_min_s": 0.05, "retry_max_s": 0.2}
 COURTEOUS: Settings = {"limits": {**QUICK, "idle_park_s": 0.5, "courtesy_turn_s": 1.0}}
@@ -176,3 +176,72 @@ def test_survivors_of_a_lost_rank_are_ended_if_they_do_not_get_on(make_host: Mak
     (lost,), (ending,) = host.events("rank_lost"), host.events("ending")
     assert (lost["pid"], lost["left"]) == (second.pid, 1)
     assert "a rank was lost" in ending["reason"]
+
+
+# --- last turns -------------------------------------------------------------------------------
+
+
+def leaving(host: Host, job: str = "a") -> Rank:
+    """Starts a rank that takes a last turn if it needs one."""
+    rank = host.rank(job, RANK_LAST_TURN_S="60")
+    rank.do("initialise", group="g1", mib=8, seed=4)
+    return rank
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_parked_process_that_exits_waits_for_a_last_turn_and_leaves_with_it(
+    host: Host, tmp_path: Path, restart: bool
+) -> None:
+    rank, holder = leaving(host), host.rank("b")
+    saved = tmp_path / "checkpoint"
+    digest = rank.do("digest")
+    rank.do("save_at_exit", file=str(saved))
+    holder.do("acquire", groups="g1", timeout=20)
+    rank.end()
+    until(lambda: [q["phase"] for q in host.group()["queue"]] == ["last turn"], "it waits")
+    if restart:
+        host.kill_daemon()
+        host.start_daemon()
+        until(lambda: [q["phase"] for q in host.group()["queue"]] == ["last turn"], "it waits")
+        until(lambda: holder.do("look")["state"] == "held", "the holder holds")
+    assert rank.process.poll() is None
+    holder.do("release")
+    assert rank.process.wait(30) == 0
+    assert saved.read_text() == digest
+    until(lambda: host.group()["state"] == "free", "its turn is over with it")
+
+
+def test_a_process_that_runs_exits_at_once_and_with_its_devices(host: Host, tmp_path: Path) -> None:
+    rank = leaving(host)
+    saved = tmp_path / "checkpoint"
+    rank.do("save_at_exit", file=str(saved))
+    rank.end()
+    assert rank.process.wait(20) == 0
+    assert len(saved.read_text()) == 64
+    until(lambda: host.group()["state"] == "free", "its turn is over with it")
+
+
+def test_a_parked_process_that_says_goodbye_comes_back_and_stays(host: Host) -> None:
+    rank, holder, last = leaving(host), host.rank("b"), host.rank("c")
+    digest = rank.do("digest")
+    holder.do("acquire", groups="g1", timeout=20)
+    closing = rank.start("bye")
+    until(lambda: host.group()["waiters"] == 1, "it waits")
+    after = last.start("acquire", groups="g1", timeout=60)
+    until(lambda: host.group()["waiters"] == 2, "somebody comes after it")
+    assert not closing.is_over()
+    holder.do("release")
+    closing.wait()
+    assert rank.do("digest") == digest
+    assert not after.is_over()
+    rank.kill()
+    assert after.wait()["state"] == "held"
+
+
+def test_a_last_turn_has_a_limit(host: Host) -> None:
+    rank, holder = host.rank("a", RANK_LAST_TURN_S="1"), host.rank("b")
+    rank.do("initialise", group="g1", mib=8, seed=4)
+    holder.do("acquire", groups="g1", timeout=20)
+    rank.end()
+    assert rank.process.wait(20) == 0
+    assert host.group()["waiters"] == 0

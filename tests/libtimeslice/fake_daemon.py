@@ -27,6 +27,7 @@ from libtimeslice.protocol import (
     Cancel,
     FrameReader,
     Hello,
+    LastTurn,
     Message,
     Ping,
     Register,
@@ -161,6 +162,9 @@ class FakeConnection:
             self.daemon.closed(self)
 
 
+_REQUESTS = (Acquire, LastTurn, Release, Cancel, Register, StatusQuery, Ping)
+
+
 class FakeDaemon:
     """See the top of the module. All state is guarded by `changed`, which tells of each change."""
 
@@ -169,6 +173,10 @@ class FakeDaemon:
         self.groups = groups
         self.grace_s = 5.0
         self.ack_s: float | None = None
+        #: What it says that it can do; nothing, as a daemon of version 1.0.
+        self.caps: list[str] = []
+        #: Whoever asks for a last turn needs one.
+        self.parked = False
         self.mute_timeouts = False
         #: Whether the cancel of an acquire that did not come yet holds for when it comes.
         self.remembers_cancels = True
@@ -359,7 +367,7 @@ class FakeDaemon:
         elif isinstance(request, Bye):
             self.byes += 1
             self._end_session(session)
-        elif isinstance(request, (Acquire, Release, Cancel, Register, StatusQuery, Ping)):
+        elif isinstance(request, _REQUESTS):
             self._request(session, request, message)
         else:
             assert not hasattr(request, "id") or isinstance(request, Ack), request
@@ -367,7 +375,7 @@ class FakeDaemon:
     def _request(
         self,
         session: FakeSession,
-        request: Acquire | Release | Cancel | Register | StatusQuery | Ping,
+        request: Acquire | LastTurn | Release | Cancel | Register | StatusQuery | Ping,
         message: Message,
     ) -> None:
         answered = session.answers.get(request.id)
@@ -380,6 +388,9 @@ class FakeDaemon:
         if isinstance(request, Acquire):
             if not pending:
                 self._acquire(session, request)
+        elif isinstance(request, LastTurn):
+            if not pending:
+                self._last_turn(session, request)
         elif isinstance(request, Release):
             self._release(session, request)
         elif isinstance(request, Cancel):
@@ -433,7 +444,7 @@ class FakeDaemon:
                 "version": [1, 0],
                 "daemon": "fake/1",
                 "host": "n1",
-                "caps": [],
+                "caps": self.caps,
                 "session": session.name,
                 "secret": session.secret,
                 "resumed": resumed,
@@ -472,6 +483,20 @@ class FakeDaemon:
         if waiting in self.waiting:
             self._tell_contended()
             self._set_timeout(waiting)
+
+    def _last_turn(self, session: FakeSession, request: LastTurn) -> None:
+        if not self.parked:
+            self._answer(session, request.id, needed=False)
+            return
+        acquire = Acquire(
+            id=request.id,
+            groups=("n1",),
+            phase=None,
+            ranks=None,
+            arrive="all",
+            timeout_s=request.timeout_s,
+        )
+        self._acquire(session, acquire)
 
     def _set_timeout(self, waiting: Waiting) -> None:
         timeout_s = waiting.request.timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,6 +193,100 @@ def test_a_process_with_devices_takes_a_last_turn_and_leaves_with_it(daemon: Fak
         daemon.wait_until(lambda: not daemon.connections)
         assert len(daemon.held) == 1, "it gave the lease back before it was gone"
         assert daemon.byes == 1, "only the first session was to end with a bye"
+
+
+def test_a_parked_process_takes_the_last_turn_that_the_daemon_knows_of(
+    daemon: FakeDaemon,
+) -> None:
+    daemon.caps, daemon.parked = ["last_turn"], True
+    with program(daemon, LEAVING.replace("**options", "last_turn_s=60")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "released\n"
+        other = daemon.steal(("n1",))
+        assert process.stdin is not None
+        process.stdin.write("leave\n")
+        process.stdin.flush()
+        daemon.wait_until(lambda: daemon.waiting)
+        asked = daemon.last("last_turn")
+        assert asked["leaving"] is True
+        assert 59 < asked["timeout_s"] <= 60
+        daemon.give_back(other)
+        assert process.wait(LIMIT_S) == 0
+        daemon.wait_until(lambda: not daemon.connections)
+        assert len(daemon.held) == 1, "it gave the lease back before it was gone"
+        assert daemon.count("acquire") == 1
+
+
+def test_a_process_that_is_not_parked_leaves_at_once(daemon: FakeDaemon) -> None:
+    daemon.caps = ["last_turn"]
+    with program(daemon, LEAVING.replace("**options", "last_turn_s=60")) as process:
+        process.communicate("leave\n", timeout=LIMIT_S)
+        assert process.returncode == 0
+    daemon.wait_until(lambda: not daemon.connections)
+    assert daemon.count("last_turn") == 1
+    assert daemon.byes == 2
+
+
+CLOSING = {
+    "blocking": """
+from libtimeslice import connect
+ts = connect(sys.argv[1], last_turn_s=60)
+ts.status()
+ts.close()
+""",
+    "asyncio": """
+import asyncio
+from libtimeslice.aio import connect
+async def main():
+    async with connect(sys.argv[1], last_turn_s=60) as ts:
+        await ts.status()
+asyncio.run(main())
+""",
+}
+
+
+@pytest.mark.parametrize("kind", CLOSING)
+def test_a_parked_process_that_closes_comes_back_and_stays_until_it_is_gone(
+    daemon: FakeDaemon, kind: str
+) -> None:
+    daemon.caps, daemon.parked = ["last_turn"], True
+    other = daemon.steal(("n1",))
+    script = FAKE_TORCH + CLOSING[kind] + "print('closed', flush=True)\nsys.stdin.readline()\n"
+    with program(daemon, script) as process:
+        daemon.wait_until(lambda: daemon.waiting)
+        assert daemon.last("last_turn")["leaving"] is False
+        daemon.give_back(other)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "closed\n"
+        assert len(daemon.held) == 1
+        process.communicate("leave\n", timeout=LIMIT_S)
+        assert process.returncode == 0
+    daemon.wait_until(lambda: not daemon.connections)
+    assert len(daemon.held) == 1, "it gave the lease back before it was gone"
+    assert daemon.count("last_turn") == 1
+
+
+@pytest.mark.parametrize("kind", CLOSING)
+def test_a_process_without_devices_closes_without_a_word_about_turns(
+    daemon: FakeDaemon, kind: str
+) -> None:
+    daemon.caps, daemon.parked = ["last_turn"], True
+    run(daemon, "import sys" + CLOSING[kind])
+    assert daemon.count("last_turn") == 0
+
+
+def test_a_close_that_is_interrupted_leaves_no_turn_behind(daemon: FakeDaemon) -> None:
+    daemon.caps, daemon.parked = ["last_turn"], True
+    daemon.steal(("n1",))
+    with program(daemon, FAKE_TORCH + CLOSING["blocking"]) as process:
+        daemon.wait_until(lambda: daemon.waiting)
+        process.send_signal(signal.SIGINT)
+        # Once in the close, and once in the exit, which asks for its own.
+        daemon.wait_until(lambda: daemon.last("last_turn")["leaving"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == -signal.SIGINT, "as an interrupted program ends"
+    daemon.wait_until(lambda: not daemon.connections)
+    assert daemon.waiting == []
 
 
 @pytest.mark.parametrize("option", ["last_turn_s=0.05", "last_turn_s=0"])

@@ -25,6 +25,7 @@ from libtimeslice.protocol import (
     FrameReader,
     Heartbeat,
     Hello,
+    LastTurn,
     PhaseMark,
     Progress,
     QueueDepth,
@@ -72,6 +73,7 @@ GOOD: list[dict[str, Any]] = [
     {"t": "progress", "fields": {"step": 1, "loss": math.nan, "tag": "a", "ok": True}},
     {"t": "queue", "name": "q", "depth": 3, "target": None},
     {"t": "heartbeat"},
+    {"t": "last_turn", "id": 30, "leaving": True, "timeout_s": 2.5},
     {"t": "status", "id": 5},
     {"t": "ps", "id": 6},
     {"t": "events", "id": 7, "since": None, "follow": True, "limit": 10},
@@ -252,9 +254,10 @@ def test_one_good_message_of_each_kind_is_understood() -> None:
     assert isinstance(parsed[7], Progress)
     assert parsed[8] == QueueDepth(name="q", depth=3, target=None)
     assert parsed[9] == Heartbeat()
-    assert parsed[12] == EventsQuery(id=7, since=None, follow=True, limit=10)
-    assert isinstance(parsed[16], Reply)
-    assert parsed[16].error == {"code": "internal", "message": "m"}
+    assert parsed[10] == LastTurn(id=30, leaving=True, timeout_s=2.5)
+    assert parsed[13] == EventsQuery(id=7, since=None, follow=True, limit=10)
+    assert isinstance(parsed[17], Reply)
+    assert parsed[17].error == {"code": "internal", "message": "m"}
 
 
 def test_absent_optional_fields_have_their_defaults_and_unknown_ones_are_ignored() -> None:

@@ -223,6 +223,14 @@ class ConfirmRelease:
 
 
 @value
+class DeclineTurn:
+    """Answer a request for a last turn: the process needs none."""
+
+    session: SessionId
+    request: RequestId
+
+
+@value
 class ConfirmCancel:
     """Answer a cancel. Not `cancelled`: the acquire had ended, or its grant is on the wire."""
 
@@ -413,6 +421,7 @@ Action: TypeAlias = (
     Grant
     | Refuse
     | ConfirmRelease
+    | DeclineTurn
     | ConfirmCancel
     | TellContended
     | TellStalled

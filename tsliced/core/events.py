@@ -104,6 +104,17 @@ class AcquireRequested:
 
 
 @value
+class LastTurnRequested:
+    """A client is about to end its work: it wants its process's state back, should that be away."""
+
+    session: SessionId
+    request: RequestId
+    #: The process ends now: let it have the devices until it is gone also if it runs on them.
+    leaving: bool = False
+    timeout_s: float | None = None
+
+
+@value
 class GrantConfirmed:
     """A client said that it has a grant in hand."""
 
@@ -283,6 +294,7 @@ Event: TypeAlias = (
     | SessionClosed
     | ProcessExited
     | AcquireRequested
+    | LastTurnRequested
     | GrantConfirmed
     | SignOfLife
     | ReleaseRequested

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from tsliced.core.actions import (
     ConfirmCancel,
     ConfirmRelease,
+    DeclineTurn,
     EndSession,
     SessionEndedRecord,
     WatchProcess,
@@ -24,6 +25,7 @@ from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
     GrantConfirmed,
+    LastTurnRequested,
     ReleaseRequested,
     SessionOpened,
 )
@@ -148,8 +150,8 @@ class Leasing(Turns):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def on_acquire(self, event: AcquireRequested, now: float) -> None:
-        """Let a session ask for groups."""
+    def on_acquire(self, event: AcquireRequested, now: float, joined: Round | None = None) -> None:
+        """Let a session ask for groups; as one more of a round that exists, if it is `joined`."""
         session = self.sessions.get(event.session)
         if session is None:
             self.refuse(event.session, event.request, "session_unknown", "connect again")
@@ -172,7 +174,58 @@ class Leasing(Turns):
         if (refusal := self._objection(session, groups, now)) is not None:
             self._refuse_for_good(session, event.request, *refusal)
             return
-        self._ask(session, event, groups, lease_id, now)
+        self._ask(session, event, groups, lease_id, now, joined)
+
+    def on_last_turn(self, event: LastTurnRequested, now: float) -> None:
+        """Let a process that ends have its state back, if it is away, until it is gone."""
+        session = self.sessions.get(event.session)
+        if session is None:
+            self.refuse(event.session, event.request, "session_unknown", "connect again")
+            return
+        name = lease_name(session.id, event.request)
+        groups = session.groups
+        joined: Round | None = None
+        if event.request not in session.leases and name not in session.ended:
+            key = self.tenancies.home.get(session.process)
+            if key is None:
+                self.out.append(DeclineTurn(session=session.id, request=event.request))
+                return
+            tenancy = self.tenancies.all[key]
+            groups = self.tenancies.in_order(tenancy.reach)
+            joined = self._round_to_join(session.job, groups)
+            away = self.tenancies.holds_still(session.process) or not tenancy.coordinator.stable
+            if not away and not (event.leaving and self._may_stay(session.job, groups, joined)):
+                # It runs, and others are to have the devices, or its job has them for long.
+                self.out.append(DeclineTurn(session=session.id, request=event.request))
+                return
+        acquire = AcquireRequested(
+            session=session.id,
+            request=event.request,
+            groups=groups,
+            phase="last turn",
+            ranks=joined.ranks if joined is not None else 1,
+            arrival=joined.arrival if joined is not None else Arrival.ALL,
+            timeout_s=event.timeout_s,
+        )
+        self.on_acquire(acquire, now, joined)
+
+    def _round_to_join(self, job: JobKey, groups: tuple[GroupName, ...]) -> Round | None:
+        """Return a round by which a job has the groups, or will.
+
+        Ranks that end together must not wait for each other: one may need the others to end.
+        """
+        for round_ in self.rounds.values():
+            if round_.job == job and round_.groups == groups and round_.state is not GATHERING:
+                return round_ if round_.turn_s is None else None
+        return None
+
+    def _may_stay(self, job: JobKey, groups: tuple[GroupName, ...], joined: Round | None) -> bool:
+        """Whether a job that runs can be given its devices at once, and nobody is passed over."""
+        if joined is not None:
+            return joined.state is HELD
+        arbiters = (self.arbiters[group] for group in groups)
+        free = all(arbiter.chosen is None and not arbiter.queue for arbiter in arbiters)
+        return free and self.tenancies.settled(job, groups)
 
     def _objection(
         self, session: Session, groups: tuple[GroupName, ...], now: float
@@ -223,10 +276,11 @@ class Leasing(Turns):
         groups: tuple[GroupName, ...],
         lease_id: LeaseId,
         now: float,
+        joined: Round | None,
     ) -> None:
         if self.turns or self.idle:
             self.end_turns(session.job, now)
-        round_ = self._round_for(session, groups, event.ranks, event.arrival, now)
+        round_ = joined or self._round_for(session, groups, event.ranks, event.arrival, now)
         lease = _make_lease(
             id=lease_id,
             session=session.id,
@@ -239,6 +293,9 @@ class Leasing(Turns):
             asked_at=now,
         )
         self.put_lease(session, lease, round_)
+        if joined is not None:
+            # It takes nobody's place in the round.
+            joined.took_part.discard(session.id)
         if round_.state is HELD:
             self.hold(lease, now)
             return

@@ -52,6 +52,7 @@ from tsliced.core.events import (
     HooksRun,
     HostMemoryPromised,
     KillRequested,
+    LastTurnRequested,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
@@ -217,6 +218,8 @@ class Machine:
                 leasing.on_confirmed(event)
             case SignOfLife(session=session):
                 leasing.on_sign_of_life(session, now)
+            case LastTurnRequested():
+                leasing.on_last_turn(event, now)
             case CancelRequested():
                 leasing.on_cancel(event, now)
             case SessionOpened() | SessionDisconnected() | SessionResumed() | SessionClosed():

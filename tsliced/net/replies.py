@@ -9,6 +9,7 @@ from libtimeslice.protocol import Message
 from tsliced.core.actions import (
     ConfirmCancel,
     ConfirmRelease,
+    DeclineTurn,
     Grant,
     Refuse,
     TellContended,
@@ -48,6 +49,10 @@ def _refuse(action: Refuse) -> Message:
 
 def _release(action: ConfirmRelease) -> Message:
     return {"re": action.request, "waiters": action.waiters, "deferred": action.deferred}
+
+
+def _no_turn(action: DeclineTurn) -> Message:
+    return {"re": action.request, "needed": False}
 
 
 def _cancel(action: ConfirmCancel) -> Message:
@@ -97,6 +102,7 @@ MESSAGES: dict[type, Callable[[Any], Message]] = {
     Refuse: _refuse,
     ConfirmRelease: _release,
     ConfirmCancel: _cancel,
+    DeclineTurn: _no_turn,
     TellContended: _contended,
     TellStalled: _stalled,
     TellLost: _lost,

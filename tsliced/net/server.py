@@ -28,6 +28,7 @@ from libtimeslice.protocol import (
     Heartbeat,
     Hello,
     JobOrder,
+    LastTurn,
     Message,
     PhaseMark,
     Ping,
@@ -49,6 +50,7 @@ from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
     GrantConfirmed,
+    LastTurnRequested,
     ReleaseRequested,
     SessionClosed,
     SessionDisconnected,
@@ -91,6 +93,7 @@ CAPABILITIES = [
     "hooks",
     "heartbeat",
     "hold_warning",
+    "last_turn",
     "operate",
 ]
 
@@ -164,6 +167,7 @@ class Server:
         self._requests: dict[type, Callable[[Client, Any], None]] = {
             Acquire: self._on_acquire,
             Release: self._on_release,
+            LastTurn: self._on_last_turn,
             Ack: self._on_ack,
             Cancel: self._on_cancel,
             Register: self._on_register,
@@ -430,6 +434,17 @@ class Server:
         if self._count(client, request.id):
             self._driver.post_request(
                 _make_release(session=client.session, request=request.id, lease=request.lease)
+            )
+
+    def _on_last_turn(self, client: Client, request: LastTurn) -> None:
+        if self._count(client, request.id):
+            self._driver.post_request(
+                LastTurnRequested(
+                    session=client.session,
+                    request=RequestId(request.id),
+                    leaving=request.leaving,
+                    timeout_s=request.timeout_s,
+                )
             )
 
     def _on_ack(self, client: Client, request: Ack) -> None:

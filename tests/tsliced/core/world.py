@@ -42,6 +42,7 @@ from tsliced.core.events import (
     GroupsObserved,
     GroupsScanned,
     HooksRun,
+    LastTurnRequested,
     MemoryReserved,
     NumbersReserved,
     OperationFinished,
@@ -520,6 +521,21 @@ class World:
                 arrival=arrival,
                 timeout_s=timeout_s,
             )
+        )
+        return LeaseId(f"{session}.{number}")
+
+    def last_turn(
+        self,
+        session: SessionId,
+        *,
+        leaving: bool = False,
+        timeout_s: float | None = None,
+        request: int | None = None,
+    ) -> LeaseId:
+        """Ask for a last turn; return the name that its lease will have."""
+        number = RequestId(next(self.requests) if request is None else request)
+        self.feed(
+            LastTurnRequested(session=session, request=number, leaving=leaving, timeout_s=timeout_s)
         )
         return LeaseId(f"{session}.{number}")
 
