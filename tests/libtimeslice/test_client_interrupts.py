@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import signal
 import sys
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -26,10 +27,15 @@ class InterruptAt:
 
     Python looks for signals when a call begins or returns, so most of these places are real. The
     end of a `with` is not: no signal comes between its last line and its exit, but tracing would.
+
+    With `bytecode` it raises in the middle of lines too: before the n-th instruction that comes
+    behind one after which Python looks for signals.
     """
 
-    def __init__(self, line: int) -> None:
-        self._left = line
+    def __init__(self, place: int, *, bytecode: bool = False) -> None:
+        self._left = place
+        self._bytecode = bytecode
+        self._looks: dict[CodeType, set[int]] = {}
         self._entered: set[tuple[FrameType, int]] = set()
         self.raised_in: str | None = None
 
@@ -43,7 +49,29 @@ class InterruptAt:
             sys.settrace(before)
 
     def _on_call(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        return self._on_line if frame.f_code.co_filename.startswith(LIBRARY) else None
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        if not self._bytecode:
+            return self._on_line
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._on_opcode
+
+    def _on_opcode(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "opcode" and self.raised_in is None:
+            looks = self._looks.get(frame.f_code)
+            if looks is None:
+                looks = self._looks[frame.f_code] = places_for_signals(frame.f_code)
+            if frame.f_lasti in looks:
+                self._count(frame)
+        return self._on_opcode
+
+    def _count(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left == 0:
+            where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self.raised_in = f"{where} ({frame.f_lasti})"
+            sys.settrace(None)
+            raise KeyboardInterrupt
 
     def _is_end_of_with(self, frame: FrameType) -> bool:
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
@@ -55,12 +83,23 @@ class InterruptAt:
 
     def _on_line(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and self.raised_in is None and not self._is_end_of_with(frame):
-            self._left -= 1
-            if self._left == 0:
-                self.raised_in = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
+            self._count(frame)
         return self._on_line
+
+
+def places_for_signals(code: CodeType) -> set[int]:
+    """Returns the offsets of the instructions before which a signal can come in.
+
+    Python looks for signals at the end of a call, at the beginning of a function and when it jumps
+    back (ceval.c: CHECK_EVAL_BREAKER); not between any two instructions.
+    """
+    found, looked = set(), False
+    for instruction in dis.get_instructions(code):
+        if looked:
+            found.add(instruction.offset)
+        name = instruction.opname
+        looked = name.startswith(("CALL", "JUMP_BACKWARD")) or name in ("RESUME", "JUMP_ABSOLUTE")
+    return found
 
 
 @pytest.fixture
@@ -98,6 +137,45 @@ def test_an_interrupt_at_any_line_between_question_and_body_leaks_no_lease(
             context.__exit__(None, None, None)
             break
     assert len(places) > 60, "the lines were not counted"
+    nothing_is_left(daemon, ts, None)
+
+
+def test_an_interrupt_at_any_bytecode_between_question_and_body_leaks_no_lease(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    """G5. As above, but wherever Python looks for signals, and the daemon answers with a wait."""
+    daemon.ack_s = 1.0
+    for place in range(1, 2000):
+        context = ts.lease("n1", timeout=60)
+        interrupt = InterruptAt(place, bytecode=True)
+        try:
+            with interrupt.watch():
+                context.__enter__()
+        except KeyboardInterrupt:
+            nothing_is_left(daemon, ts, interrupt.raised_in)
+        else:
+            context.__exit__(None, None, None)
+            break
+    assert 100 < place < 1999, "the places were not counted"
+    nothing_is_left(daemon, ts, None)
+
+
+def test_an_interrupt_at_any_bytecode_of_the_exit_still_releases(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    """But for the very first, before the `try` is begun."""
+    for place in range(2, 2000):
+        context = ts.lease("n1")
+        context.__enter__()
+        interrupt = InterruptAt(place, bytecode=True)
+        try:
+            with interrupt.watch():
+                context.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            nothing_is_left(daemon, ts, interrupt.raised_in)
+        else:
+            break
+    assert 60 < place < 1999, "the places were not counted"
     nothing_is_left(daemon, ts, None)
 
 
