@@ -213,6 +213,7 @@ class Daemon:
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
         driver.post(Started())
+        _warn_of(driver, base.devices)
         await self._serve(stack, server, base.sock)
         device_count = sum(len(group.devices) for group in groups)
         names = ", ".join(group.name for group in groups) or "none"
@@ -254,9 +255,6 @@ class Daemon:
         stack.push_async_callback(devices.close)
         if devices.problems():
             devices.add_lost(recall(Path(config.daemon.state_dir)))
-        warned = [(d.index, text) for d in devices.inventory() for text in d.warnings()]
-        for problem in (*devices.problems(), *(f"device {i}: {text}" for i, text in warned)):
-            self.log.write("warning", "device", {"reason": problem})
         visible = visible_of(devices.inventory(), config.daemon.visible_devices)
         return devices, resolve_groups(config, {host: visible}, partial=True)
 
@@ -391,6 +389,18 @@ def _authority(
 
 def _events_in_memory(config: Config) -> int:
     return min(config.history.max_events, 5_000)
+
+
+def _warn_of(driver: Driver, devices: Devices | None) -> None:
+    """Tell, in the log and the history, what jobs will suffer from on this host's devices."""
+    if devices is None:
+        return
+    for problem in devices.problems():
+        driver.note("device", "warning", reason=problem)
+    for device in devices.inventory():
+        for text in device.warnings():
+            reason = f"device {device.index}: {text}"
+            driver.note("device", "warning", device=device.uuid, reason=reason)
 
 
 def _unlink(path: str) -> None:

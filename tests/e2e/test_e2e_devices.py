@@ -97,6 +97,8 @@ def test_how_a_device_is_set_up_is_warned_of_at_start_and_in_the_status(
     assert "PyTorch needs 575.57.08" in driver
     log = host.log.read_text()
     assert log.count("persistence mode is off") == 2, "once for each device"
+    warned = [event["reason"] for event in host.events("device") if event["level"] == "warning"]
+    assert sum("persistence mode is off" in reason for reason in warned) == 2
     # The daemon's helpers initialize the driver, so that jobs come back nevertheless.
     rank, other = host.trainer("a", mib=8), host.rank("b")
     digest = rank.do("digest")

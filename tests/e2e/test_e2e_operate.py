@@ -255,6 +255,22 @@ def test_users_have_their_own_jobs_ended_and_no_others_g10(host: Host) -> None:
     assert answer["stood"] == []
 
 
+def test_what_is_wrong_with_devices_is_on_the_first_screen(make_host: MakeHost) -> None:
+    host = make_host(SOFTCUDA_PERSISTENCE="0")
+    screen = ctl(host, "status").stdout
+    assert "device 0-1: persistence mode is off" in screen
+    assert "device 1: persistence mode is off" in ctl(host, "show", "device", "1").stdout
+    host.fault("nvml:0 * * error:15")
+    until(lambda: host.group()["state"] == "lost", "it is seen", limit_s=10)
+    screen = ctl(host, "status").stdout
+    assert "g1 is lost: " in screen
+    assert "device 0: " in screen
+    assert "GPU is lost" in screen
+    assert "GPU is lost" in ctl(host, "show", "device", "0").stdout
+    host.fault()
+    until(lambda: host.group()["state"] == "free", "it is back", limit_s=30)
+
+
 # --- drains ---------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from tsliced.ctl.output import (
     table,
     use_colour,
 )
-from tsliced.ctl.status import rank_lines
+from tsliced.ctl.status import problem_lines, rank_lines
 
 _KINDS = ("job", "group", "device", "session", "lease")
 
@@ -118,6 +118,7 @@ def _device_page(device: Message, *, colour: bool) -> list[str]:
         ("memory", f"{size(device['used_bytes'])} of {size(device['total_bytes'])}"),
         ("group", device["group"]["name"]),
     )
+    lines += [styled(text, "yellow", colour=colour) for text in problem_lines([device])]
     lines += _ranks(device["rank_list"], colour=colour)
     return [*lines, "", *_group_page(device["group"], colour=colour)]
 

@@ -26,7 +26,13 @@ from tsliced.ctl.output import (
 #: What a terminal needs to show the next screen in the place of the last.
 _CLEAR = "\x1b[H\x1b[2J"
 
-_STYLE_OF_STATE = {"held": "green", "switching": "yellow", "blocked": "red", "faulted": "red"}
+_STYLE_OF_STATE = {
+    "held": "green",
+    "switching": "yellow",
+    "blocked": "red",
+    "faulted": "red",
+    "lost": "red",
+}
 
 
 def add_commands(commands: Commands) -> None:
@@ -82,6 +88,8 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
         right=["SINCE", "WAITING", "BUSY"],
         colour=colour,
     )
+    for text in problem_lines([device for group in groups for device in group["devices"]]):
+        lines.append(styled(text, "yellow", colour=colour))
     for group in groups:
         if group.get("reason"):
             text = f"{group['name']} is {group['state']}: {printable(group['reason'])}"
@@ -89,6 +97,15 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
     lines += _queue_lines(groups, colour=colour)
     lines += _job_lines(status["jobs"], colour=colour)
     return lines
+
+
+def problem_lines(devices: Sequence[Message]) -> list[str]:
+    """Returns what is wrong with devices; what is wrong with several of them is said once."""
+    having: dict[str, list[Message]] = {}
+    for device in devices:
+        for problem in device.get("problems") or ():
+            having.setdefault(problem, []).append(device)
+    return [f"device {devices_text(found)}: {printable(text)}" for text, found in having.items()]
 
 
 def _daemon_line(status: Message) -> str:
