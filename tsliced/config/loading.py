@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -110,8 +110,18 @@ def _read(reader: Reader) -> Config:
     groups = tuple(_read_group(reader, name) for name in reader.table(("groups",)))
     limits = _read_limits(reader, sections["memory"])
     origins = {".".join(key): origin for key, origin in reader.origins.items()}
-    warnings = tuple(str(problem) for problem in reader.unknown)
+    problems = [*reader.unknown, *_account_problems(reader, groups)]
+    warnings = tuple(map(str, problems))
     return Config(**sections, groups=groups, limits=limits, warnings=warnings, origins=origins)
+
+
+def _account_problems(reader: Reader, groups: Iterable[GroupSettings]) -> Iterator[Problem]:
+    """Yield a problem for each list of accounts, which opens a group to nobody."""
+    for group in groups:
+        if group.accounts:
+            path = ("groups", group.name, "accounts")
+            text = "accounts are not looked up by this version; list a Unix group as users"
+            yield Problem(reader.origin(path), ".".join(path), text)
 
 
 def _read_limits(reader: Reader, memory: MemorySettings) -> Limits:

@@ -79,7 +79,8 @@ class GroupSettings:
     devices: tuple[str, ...] = ()
     #: Names, uids, and Unix groups as ``@name``; left out: everybody.
     users: tuple[str, ...] = ()
-    #: Slurm accounts.
+    #: Slurm accounts. They are not looked up: a group that lists them is not for everybody, and
+    #: that is all.
     accounts: tuple[str, ...] = ()
     #: Longest hold while others wait; left out: ``limits.max_hold_s``.
     max_hold_s: float | None = None
