@@ -30,6 +30,7 @@ from tsliced.host.inventory import recall, remember
 from tsliced.host.journal import Journal, JournalLimits
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
+from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Fact, Log
 from tsliced.net.authority import Authority
@@ -103,6 +104,7 @@ class Daemon:
                     "history",
                     driver.flush_history_for_ever(lambda: self.config.history.flush_interval_s),
                 ),
+                ("ray", driver.around.ledgers.ray.look_for_ever()),
                 ("watchdog", self._feed_watchdog()),
                 ("reload", self._reload_for_ever(reloader, hangup)),
                 ("status line", self._show_for_ever(driver)),
@@ -283,8 +285,11 @@ class Daemon:
 
     def _make_ledgers(self) -> Ledgers:
         memory = self.config.memory
+        host = HostMemory()
+        ray = RayMargin(host, when=memory.ray_margin, ratio=memory.ray_margin_ratio)
         return Ledgers(
-            host=DramLedger(HostMemory(), margin_bytes=memory.host_margin_bytes),
+            host=DramLedger(host, margin_bytes=memory.host_margin_bytes, ray_bytes=ray.in_bytes),
+            ray=ray,
             device=DeviceLedger(
                 margin_bytes=memory.device_margin_bytes, max_age_s=memory.max_reading_age_s
             ),

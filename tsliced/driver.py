@@ -83,6 +83,7 @@ from tsliced.host.memory import (
     SnapshotMargin,
 )
 from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError, send_signal
+from tsliced.host.ray import RayMargin
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
 
@@ -120,9 +121,11 @@ class Clients(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Ledgers:
-    """The host's two ledgers and what a snapshot takes beyond its bytes."""
+    """The host's two ledgers, and the margins by which they go."""
 
     host: DramLedger
+    #: Part of what the host's ledger leaves free.
+    ray: RayMargin
     device: DeviceLedger
     margin: SnapshotMargin
 
@@ -550,7 +553,7 @@ class Driver:
         """Promise host memory to every tenancy that has grown, so that it can always be parked.
 
         Whoever cannot be promised any is refused at its next acquire, before anything is touched,
-        until it has shrunk or there is memory.
+        until it has shrunk or there is memory; who was given up on for it is then tried again.
         """
         ledgers = self.around.ledgers
         for key, tenancy in self.machine.tenancies.all.items():
@@ -562,10 +565,12 @@ class Driver:
                 for rank in ranks
             ]
             held = ledgers.host.reserved(key)
+            pinned = tenancy.coordinator.pinned
+            given_up = pinned is not None and pinned.cause is Cause.NO_HOST_MEMORY
             failure = None
-            if any(held.get(process, 0) < need for process, need in needs):
+            if given_up or any(held.get(process, 0) < need for process, need in needs):
                 failure = _reserve(ledgers.host, key, needs)
-            if failure != tenancy.participant.shortage:
+            if failure != tenancy.participant.shortage or (given_up and failure is None):
                 self.post(HostMemoryPromised(tenancy=key, failure=failure))
 
     async def flush_history_for_ever(self, interval_s: Callable[[], float]) -> None:

@@ -95,6 +95,8 @@ class Reloader:
         around.log.set_level(daemon.log_level)
         around.scanner.reconfigure(groups)
         around.ledgers.host.margin_bytes = memory.host_margin_bytes
+        around.ledgers.ray.when = memory.ray_margin
+        around.ledgers.ray.ratio = memory.ray_margin_ratio
         around.ledgers.device.margin_bytes = memory.device_margin_bytes
         around.ledgers.device.max_age_s = memory.max_reading_age_s
         around.ledgers.margin = SnapshotMargin(

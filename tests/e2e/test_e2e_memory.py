@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from cgroup_dirs import Cgroup, limit_memory, memory_cgroup, used_memory
@@ -189,3 +191,32 @@ def test_room_is_asked_for_on_each_device_as_much_as_was_there(make_host: MakeHo
     assert host.operations("restore") == []
     assert host.states()[uneven.pid] == "parked"
     assert len(digest) == 64
+
+
+def test_where_a_raylet_runs_no_snapshot_takes_what_ray_would_kill_workers_for(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(settings={"memory": {"ray_margin_ratio": 0.9}})
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    # A process of that name is all that can be seen of one.
+    raylet = host.directory / "raylet"
+    raylet.symlink_to("/bin/sleep")
+    running = host.spawn([str(raylet), "600"])
+    comm = Path(f"/proc/{running.pid}/comm")
+    until(lambda: comm.read_text() == "raylet\n", "it has its name")
+
+    def refused() -> bool:
+        with contextlib.suppress(RankError):
+            other.do("acquire", groups="g1", timeout=0.5)
+            other.do("release")
+            rank.do("acquire", groups="g1", timeout=20)
+            rank.do("release")
+        return any("Ray kills workers" in e["reason"] for e in host.events("eviction_failed"))
+
+    until(refused, "it is refused")
+    asked = other.start("acquire", groups="g1", timeout=60)
+    pinned = until(lambda: host.events("pinned"), "it is given up on")[0]
+    assert "Ray kills workers" in pinned["reason"]
+    running.kill()
+    assert asked.wait()["state"] == "held", "that ends with its cause"
+    assert host.states() == {rank.pid: "parked"}

@@ -45,6 +45,7 @@ from tsliced.host.journal import Journal, JournalLimits
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
 from tsliced.host.processes import identify
+from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Log
 
@@ -336,6 +337,7 @@ async def inside(
                 membership=membership,
                 ledgers=Ledgers(
                     host=DramLedger(HostMemory()),
+                    ray=RayMargin(HostMemory(), when="never", ratio=0.0),
                     device=DeviceLedger(),
                     margin=SnapshotMargin(ratio=0.0, bytes=0),
                 ),

@@ -233,7 +233,9 @@ class Machine:
             case MemoryReserved() | HooksRun():
                 leasing.out += tenancies.on_step(event, now=now)
             case HostMemoryPromised():
-                tenancies.on_promised(event)
+                if effects := tenancies.on_promised(event, now=now):
+                    leasing.out += effects
+                    leasing.todo += event.tenancy.groups
             case GroupsObserved(found=found, lost=lost):
                 leasing.out += tenancies.observe(found)
                 self.losses.on_observed(dict(lost), now)

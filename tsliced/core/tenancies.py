@@ -505,10 +505,17 @@ class Tenancies:
             if rank.state is not RankState.PARKED or process.device_bytes > known:
                 yield replace(process, job=key.job)
 
-    def on_promised(self, event: HostMemoryPromised) -> None:
+    def on_promised(self, event: HostMemoryPromised, *, now: float) -> list[Effect]:
         """Know whether a tenancy could be parked; its job's next acquire depends on it."""
-        if (tenancy := self.all.get(event.tenancy)) is not None:
-            tenancy.participant.shortage = event.failure
+        if (tenancy := self.all.get(event.tenancy)) is None:
+            return []
+        tenancy.participant.shortage = event.failure
+        pinned = tenancy.coordinator.pinned
+        if event.failure or pinned is None or pinned.cause is not Cause.NO_HOST_MEMORY:
+            return []
+        # What it was given up on for is there.
+        self.touched[event.tenancy] = None
+        return self.run(tenancy.coordinator.clear(now=now), now)
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Hand a step's result to its tenancy."""

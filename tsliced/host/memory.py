@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -111,60 +111,73 @@ class HostMemory:
         places.update(self.cgroups_available(pid))
         return places
 
+    def totals(self, pid: int) -> dict[str, int]:
+        """Return the size of each of these places."""
+        limits = {directory: limit for directory, limit, _ in self._limited(pid)}
+        return {HOST: self.host_total_bytes(), **limits}
+
     def host_available_bytes(self) -> int:
         """Return MemAvailable: what can be had without swapping (man 5 proc)."""
-        data = read_file(f"{self._cgroups.proc}/meminfo") or b""
-        available = _find_number(data, b"MemAvailable:")
-        if available is None:
-            raise RuntimeError(f"{self._cgroups.proc}/meminfo has no MemAvailable line")
-        return available * 1024
+        return self._meminfo(b"MemAvailable:")
+
+    def host_total_bytes(self) -> int:
+        """Return MemTotal."""
+        return self._meminfo(b"MemTotal:")
+
+    def _meminfo(self, name: bytes) -> int:
+        path = f"{self._cgroups.proc}/meminfo"
+        count = _find_number(read_file(path) or b"", name)
+        if count is None:
+            raise RuntimeError(f"{path} has no {name.decode().rstrip(':')} line")
+        return count * 1024
 
     def cgroups_available(self, pid: int) -> Iterator[tuple[str, int]]:
         """Yield each limited memory cgroup above a process with the bytes left in it."""
+        for directory, limit, version in self._limited(pid):
+            left = _left(directory, limit, version)
+            if left is not None:
+                yield directory, left
+
+    def _limited(self, pid: int) -> Iterator[tuple[str, int, _Version]]:
+        """Yield each memory cgroup above a process that has a limit, and the limit."""
         paths = self._cgroups.paths(pid)
-        if "memory" in paths:
-            for directory in self._cgroups.lineage("memory", paths["memory"]):
-                left = _left_in_version_1(directory)
-                if left is not None:
-                    yield directory, left
-        if UNIFIED in paths:
-            for directory in self._cgroups.lineage(UNIFIED, paths[UNIFIED]):
-                left = _left_in_version_2(directory)
-                if left is not None:
-                    yield directory, left
+        for version in _VERSIONS:
+            if version.controller not in paths:
+                continue
+            for directory in self._cgroups.lineage(version.controller, paths[version.controller]):
+                numbers = (_read_number(f"{directory}/{name}") for name in version.limits)
+                limits = [n for n in numbers if n is not None and n < _UNLIMITED_BYTES]
+                if limits:
+                    yield directory, min(limits), version
 
 
-def _left_in_version_1(directory: str) -> int | None:
-    """Return limit minus usage plus what reclaim gets back for nothing; None without a limit."""
-    limit = _read_number(f"{directory}/memory.limit_in_bytes")
-    if limit is None or limit >= _UNLIMITED_BYTES:
-        return None
-    usage = _read_number(f"{directory}/memory.usage_in_bytes")
-    return _left(directory, limit, usage, b"total_inactive_file")
+class _Version(NamedTuple):
+    """What a version of the memory controller calls its files."""
+
+    controller: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: bytes
 
 
-def _left_in_version_2(directory: str) -> int | None:
-    """Return the same for version 2, where memory.high slows what memory.max would kill."""
-    limits = [
-        limit
-        for name in ("memory.max", "memory.high")
-        if (limit := _read_number(f"{directory}/{name}")) is not None
-    ]
-    if not limits:
-        return None
-    usage = _read_number(f"{directory}/memory.current")
-    return _left(directory, min(limits), usage, b"inactive_file")
+_VERSIONS: Final = (
+    _Version("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", b"total_inactive_file"),
+    # memory.high slows what memory.max would kill.
+    _Version(UNIFIED, ("memory.max", "memory.high"), "memory.current", b"inactive_file"),
+)
 
 
-def _left(directory: str, limit: int, usage: int | None, reclaimable: bytes) -> int | None:
+def _left(directory: str, limit: int, version: _Version) -> int | None:
     """Return how much of a limit is left, in bytes, never below zero; None if the cgroup is gone.
 
     Usage counts the page cache too. Its inactive part is given up at once when the copy needs
     memory; without crediting it, a job that read its dataset would never be admitted.
     """
+    usage = _read_number(f"{directory}/{version.usage}")
     if usage is None:
         return None
-    cache = _find_number(read_file(f"{directory}/memory.stat") or b"", reclaimable) or 0
+    stat = read_file(f"{directory}/memory.stat") or b""
+    cache = _find_number(stat, version.reclaimable) or 0
     return max(0, limit - usage + min(cache, usage))
 
 
@@ -265,13 +278,22 @@ def _by_process(demands: Iterable[Demand]) -> dict[ProcessId, int]:
 class DramLedger(_Ledger[ProcessId]):
     """Promises host memory to snapshots.
 
-    `margin_bytes` stays free on the host whatever is asked. `limit` bounds the reservations.
+    `margin_bytes` stays free on the host whatever is asked, and what `ray_bytes` returns in each
+    place. `limit` bounds the reservations.
     """
 
-    def __init__(self, memory: HostMemory, *, margin_bytes: int = 0, limit: int = 4096) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        *,
+        margin_bytes: int = 0,
+        ray_bytes: Callable[[], Mapping[str, int]] = dict,
+        limit: int = 4096,
+    ) -> None:
         super().__init__(limit=limit)
         self._memory = memory
         self.margin_bytes = margin_bytes
+        self._ray_bytes = ray_bytes
 
     def reserve(self, key: Hashable, demands: Sequence[Demand]) -> Granted | Shortage:
         """Reserve all demands or none; asking again under the same key replaces what it had.
@@ -298,12 +320,13 @@ class DramLedger(_Ledger[ProcessId]):
     ) -> Granted | Shortage:
         needed: defaultdict[str, int] = defaultdict(int)
         _add_up(needed, entries.values())
-        promised = self._promised_to_others(key)
+        promised, for_ray = self._promised_to_others(key), self._ray_bytes()
         for place, need in needed.items():
-            margin = self.margin_bytes if place == HOST else 0
-            have = max(0, available[place] - promised[place] - margin)
+            margin, ray = self.margin_bytes if place == HOST else 0, for_ray.get(place, 0)
+            have = max(0, available[place] - promised[place] - max(margin, ray))
             if need > have:
-                return Shortage(need_bytes=need, have_bytes=have, where=place)
+                remark = f"{ray:,} more stay free: with less, Ray kills workers" if ray else ""
+                return Shortage(need_bytes=need, have_bytes=have, where=place, remark=remark)
         return self._commit(key, entries)
 
 

@@ -326,6 +326,24 @@ def test_a_job_that_could_not_be_parked_is_refused_until_there_is_host_memory() 
     assert world.feed(gone).actions == ()
 
 
+@pytest.mark.parametrize("cause", [Cause.NO_HOST_MEMORY, Cause.UNSUPPORTED])
+def test_g11_who_was_given_up_on_for_lack_of_host_memory_is_tried_again_when_there_is_some(
+    cause: Cause,
+) -> None:
+    world = World(host_memory=lambda _action: failure(cause))
+    session = world.session(A)
+    lease = world.acquire(session)
+    world.context(A, D1)
+    world.look()
+    world.release(lease)
+    waiter = world.acquire(world.session(B))
+    world.pass_time(60.0)
+    assert len(world.notes("pinned")) == 1
+    world.host_memory = lambda _action: None
+    world.feed(HostMemoryPromised(tenancy=TenancyKey(A, (G1,))))
+    assert world.held(waiter) is (cause is Cause.NO_HOST_MEMORY)
+
+
 # --- cancels and time-outs ------------------------------------------------------------------------
 
 
