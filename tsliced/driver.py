@@ -214,9 +214,13 @@ class Driver:
         The loop does not go to sleep for a moment afterwards. To be woken up again costs more than
         a whole request: the kernel's way there and back, and caches that have gone cold meanwhile.
         """
-        first_of_turn = self._turn is None
-        self.post(event)
-        if self._linger_s and first_of_turn:
+        if self._closed:
+            return
+        self._queue.append(event)
+        if self._turn is not None:
+            return
+        self._turn = self._loop.call_soon(self._run)
+        if self._linger_s:
             lingers = self._linger_until > 0
             self._linger_until = time.monotonic() + self._linger_s
             if not lingers:

@@ -107,8 +107,10 @@ class Books:
         if not self.leases_by_uid[uid]:
             del self.leases_by_uid[uid]
         del self.rounds[lease.round].members[lease.id]
-        self.confirm(lease)
-        self.stop_clock(lease)
+        if lease.unconfirmed:
+            self.confirm(lease)
+        if lease.limited:
+            self.stop_clock(lease)
         ended = session.remember(
             lease.id,
             lease.request,
@@ -126,10 +128,9 @@ class Books:
         self.out.append(lease.record(place=round_.place, lost=round_.lost))
 
     def stop_clock(self, lease: Lease) -> None:
-        """Let no acquire run out of time that is answered."""
-        if lease.limited:
-            lease.limited = False
-            self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
+        """Let an acquire that is answered not run out of time."""
+        lease.limited = False
+        self.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
 
     def confirm(self, lease: Lease) -> None:
         """Know that the client has its grant, or does not care any more."""

@@ -63,6 +63,9 @@ _REFUSAL_CODES = frozenset({Cause.NO_HOST_MEMORY, Cause.NO_DEVICE_MEMORY, Cause.
 #: Causes for which a job is held back.
 _OWN_FAULTS = frozenset({Cause.DRIVER, Cause.FAILED, Cause.UNSUPPORTED})
 
+#: As with `RoundState`: every acquire asks for it.
+_BLOCKED = Place.BLOCKED
+
 #: Somebody else is on the devices.
 _COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
@@ -250,13 +253,13 @@ class Granting(Draining):
     def explain_stop(self, tenancy: Tenancy, now: float) -> Standstill | None:
         """Say why a tenancy is BLOCKED or PINNED; None: it is not."""
         coordinator, job = tenancy.coordinator, tenancy.key.job
-        seconds = now - coordinator.stopped_at
-        if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
-            way_out = out_of_block(job, coordinator.reason)
-            return Standstill(coordinator.reason, seconds, way_out)
-        if coordinator.pinned is not None:
-            return Standstill(coordinator.pinned, seconds, out_of_pin(job))
-        return None
+        if coordinator.place is _BLOCKED and coordinator.reason is not None:
+            reason, way_out = coordinator.reason, out_of_block(job, coordinator.reason)
+        elif coordinator.pinned is not None:
+            reason, way_out = coordinator.pinned, out_of_pin(job)
+        else:
+            return None
+        return Standstill(reason, now - coordinator.stopped_at, way_out)
 
     def _pausing(self, round_: Round) -> bool:
         return self.timers.get(TimerKey(TimerKind.RETRY, round_.id)) is not None
@@ -278,7 +281,8 @@ class Granting(Draining):
         """Let a lease have what its round holds."""
         lease.tokens = self.rounds[lease.round].tokens
         lease.state, lease.granted_at = LEASE_HELD, now
-        self.stop_clock(lease)
+        if lease.limited:
+            self.stop_clock(lease)
         if now > lease.asked_at:
             self.await_confirmation(lease, now)
         self.keep_lease(lease)

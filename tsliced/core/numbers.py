@@ -25,9 +25,12 @@ class Numbers:
     #: The most that was asked for at once and could not be had.
     _short_of: int = field(init=False, default=0)
     _next_op: int = field(init=False, default=1)
+    #: Half of the block is used, or more was wanted than there is.
+    low: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._next = self.ceiling
+        self.low = True
 
     def take(self) -> Counter | None:
         """Return the next number, or None while the block is exhausted."""
@@ -36,13 +39,16 @@ class Numbers:
 
     def take_several(self, count: int) -> list[Counter] | None:
         """Return the next `count` numbers, or None, and none is used up, while they are too few."""
-        if self.left() < count:
-            self._short_of = max(self._short_of, count)
+        first, after = self._next, self._next + count
+        if after > self.ceiling:
+            self._short_of, self.low = max(self._short_of, count), True
             return None
-        first, self._next = self._next, self._next + count
+        self._next = after
+        if self.ceiling - after <= self.block >> 1:
+            self.low = True
         if count == 1:
             return [Counter(self.generation, first)]
-        return [Counter(self.generation, number) for number in range(first, self._next)]
+        return [Counter(self.generation, number) for number in range(first, after)]
 
     def take_op(self) -> OpId:
         """Return an operation id; these live no longer than this run of the daemon."""
@@ -52,11 +58,6 @@ class Numbers:
     def left(self) -> int:
         """Return how many numbers can be taken before the next block."""
         return self.ceiling - self._next
-
-    @property
-    def low(self) -> bool:
-        """Whether half of the block is used, or more was wanted than there is."""
-        return self.ceiling - self._next <= self.block >> 1 or self._short_of > 0
 
     def ask(self) -> ReserveNumbers | None:
         """Return the action that reserves the next block, once for each block, at half use."""
@@ -72,6 +73,7 @@ class Numbers:
             assert event.ceiling >= self.ceiling, "a ceiling never falls"
             self.ceiling = event.ceiling
             self._asked, self._short_of = False, 0
+            self.low = self.left() <= self.block >> 1
 
     def let_go(self) -> None:
         """Ask again, some time after a failure."""

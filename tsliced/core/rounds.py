@@ -104,7 +104,7 @@ class Round:
         """Whether it can take its place in the queue."""
         if self.turn_s is not None:
             return True
-        if self.arrival is _FIRST:
+        if self.ranks == 1 or self.arrival is _FIRST:
             return bool(self.members)
         return len(self.members) >= max(1, min(self.ranks, live_ranks))
 

@@ -106,6 +106,11 @@ class Tenancy:
         return self.coordinator.place is not Place.OFF or self.participant.on_devices
 
     @property
+    def runs_within(self) -> bool:
+        """Whether its job may be granted what it covers, and it is on no other group's devices."""
+        return self.coordinator.place is _ON and not self.participant.beyond
+
+    @property
     def ready(self) -> bool:
         """Whether its job may be granted what it covers."""
         return self.coordinator.place is _ON
@@ -232,11 +237,11 @@ class Tenancies:
                 if tenancy.key.job != job:
                     if tenancy.resident:
                         return False
-                elif tenancy.key.groups != groups or not tenancy.ready or tenancy.beyond:
+                elif tenancy.key.groups == groups and tenancy.runs_within:
+                    covered = True
+                else:
                     # Another one of the job is here because a rank of it binds the groups.
                     return False
-                else:
-                    covered = True
         return covered
 
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:

@@ -19,12 +19,12 @@ from typing import Final
 
 import msgpack
 
-from tsliced.host.history import Event
+from tsliced.host.history import Entry
 from tsliced.host.journal_error import JournalCode, JournalError, from_os_error, from_sqlite_error
 from tsliced.host.kept_log import newer_text
 
 #: Version of the tables, in ``PRAGMA user_version``. Records have their own, in `record_codec`.
-TABLES_VERSION: Final = 1
+TABLES_VERSION: Final = 2
 
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS numbers (
@@ -45,7 +45,11 @@ CREATE TABLE IF NOT EXISTS run (
 """
 
 #: By tables version: the SQL that brings a database to the next one.
-_MIGRATIONS: Final[dict[int, str]] = {0: _TABLES}
+_MIGRATIONS: Final[dict[int, str]] = {
+    0: _TABLES,
+    # Events were maps, and are entries.
+    1: "DELETE FROM history;",
+}
 
 #: The only other user is an operator's tool that reads.
 _BUSY_TIMEOUT_S: Final = 5.0
@@ -115,14 +119,14 @@ class DurableStore:
         self.fsync_s.append(time.monotonic() - started_at)
         self.fsync_count += 1
 
-    def append_history(self, events: Sequence[Event]) -> None:
+    def append_history(self, entries: Sequence[Entry]) -> None:
         """Store a batch of events as one row; drop the oldest rows above the size limit.
 
         Without an fsync: a power cut may take the last batches, kill -9 takes none.
         """
         # Facts are plain values; anything else is kept as its text rather than lost.
-        packed = msgpack.packb(events, default=str, unicode_errors="surrogatepass")
-        row = (events[0]["seq"], events[-1]["seq"], packed)
+        packed = msgpack.packb(entries, default=str, unicode_errors="surrogatepass")
+        row = (entries[0][0], entries[-1][0], packed)
         with self._errors("write to"), self._without_fsync():
             self._db.execute("REPLACE INTO history VALUES (?, ?, ?)", row)
             self._history_bytes += len(packed)
@@ -144,19 +148,19 @@ class DurableStore:
             self._db.execute("REPLACE INTO run VALUES (1, ?)", (first,))
         return first
 
-    def history_tail(self, limit: int) -> list[Event]:
+    def history_tail(self, limit: int) -> list[Entry]:
         """Return the last `limit` events, the oldest first."""
-        batches: list[list[Event]] = []
+        batches: list[list[Entry]] = []
         count = 0
         with self._errors("read"):
             for (packed,) in self._db.execute("SELECT events FROM history ORDER BY first DESC"):
                 if count >= limit:
                     break
-                batch = msgpack.unpackb(packed, unicode_errors="surrogatepass")
+                batch = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogatepass")
                 batches.append(batch)
                 count += len(batch)
-        events = [event for batch in reversed(batches) for event in batch]
-        return events[-limit:]
+        entries = [entry for batch in reversed(batches) for entry in batch]
+        return entries[-limit:]
 
     def close(self) -> None:
         """Move the write-ahead log into the database and close it."""

@@ -2,6 +2,9 @@
 
 A bounded ring in memory. It belongs to the event loop's thread; storing is somebody else's: whole
 batches are handed to `store`, which must not block.
+
+Two are written for each lease and few are ever read, so they are kept as they come, and become maps
+when somebody reads them.
 """
 
 from __future__ import annotations
@@ -10,14 +13,25 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
 Fact: TypeAlias = str | int | float | bool | None
 #: ``{"seq": int, "at": float (unix seconds), "kind": str, "level": str, **facts}``
 Event: TypeAlias = dict[str, Fact]
+#: An event as it is kept: number, time, kind, level and facts.
+Entry: TypeAlias = tuple[int, float, str, str, Mapping[str, Fact]]
 
 #: Events that are handed to `store` together at the latest.
 STORE_BATCH: Final = 256
+
+
+def event_of(entry: Entry) -> Event:
+    """Return an event as a map. A fact cannot take the place of what it is named after."""
+    seq, at_unix, kind, level, facts = entry
+    event: Event = {"seq": 0, "at": 0.0, "kind": "", "level": "", **facts}
+    event["seq"], event["at"], event["kind"], event["level"] = seq, at_unix, kind, level
+    return event
 
 
 class Page(NamedTuple):
@@ -37,25 +51,25 @@ class Follower:
     def __init__(self, wake: Callable[[], None], limit: int) -> None:
         self._wake = wake
         self._limit = limit
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[Entry] = deque()
         self._lost = 0
-        self._last_lost: Event = {}
+        self._last_lost: Entry
 
-    def offer(self, event: Event) -> None:
+    def offer(self, entry: Entry) -> None:
         """Queue an event, or count it as lost; wake the reader if it may be asleep."""
         if self._lost or len(self._waiting) >= self._limit:
             # Once one is lost all are, until the reader has seen the gap: the order stays right.
             self._lost += 1
-            self._last_lost = event
+            self._last_lost = entry
             return
-        self._waiting.append(event)
+        self._waiting.append(entry)
         if len(self._waiting) == 1:
             self._wake()
 
     def take(self, limit: int) -> list[Event]:
         """Return up to `limit` (at least 1) events that wait. Empty: `wake` is called again."""
         count = min(limit, len(self._waiting))
-        events = [self._waiting.popleft() for _ in range(count)]
+        events = [event_of(self._waiting.popleft()) for _ in range(count)]
         if self._lost and len(events) < limit:
             events.append(self._gap())
         return events
@@ -63,13 +77,8 @@ class Follower:
     def _gap(self) -> Event:
         lost, self._lost = self._lost, 0
         # It has the number of the last lost event, so that reading on from there is right.
-        return {
-            "seq": self._last_lost["seq"],
-            "at": self._last_lost["at"],
-            "kind": "gap",
-            "level": "warning",
-            "lost": lost,
-        }
+        seq, at_unix, *_ = self._last_lost
+        return event_of((seq, at_unix, "gap", "warning", {"lost": lost}))
 
 
 class History:
@@ -84,15 +93,15 @@ class History:
         self,
         limit: int,
         *,
-        tail: Sequence[Event] = (),
+        tail: Sequence[Entry] = (),
         first_seq: int = 1,
-        store: Callable[[list[Event]], None] | None = None,
+        store: Callable[[list[Entry]], None] | None = None,
     ) -> None:
         assert limit > 0, "a history of nothing"
-        self._ring: deque[Event] = deque(tail, maxlen=limit)
+        self._ring: deque[Entry] = deque(tail, maxlen=limit)
         self._next = first_seq
         self._store = store
-        self._unstored: list[Event] = []
+        self._unstored: list[Entry] = []
         self._followers: list[Follower] = []
 
     @property
@@ -100,24 +109,17 @@ class History:
         """Number of the event that comes next."""
         return self._next
 
-    def append(self, kind: str, level: str, facts: Mapping[str, Fact], at_unix: float) -> Event:
-        """Add an event and offer it to the followers; return it."""
-        # The facts come first and the order is set beforehand: a fact of one of these names must
-        # not take the place of what it is named after.
-        event: Event = {"seq": 0, "at": 0.0, "kind": "", "level": "", **facts}
-        event["seq"] = self._next
-        event["at"] = at_unix
-        event["kind"] = kind
-        event["level"] = level
+    def append(self, kind: str, level: str, facts: Mapping[str, Fact], at_unix: float) -> None:
+        """Add an event and offer it to the followers. The facts are kept: do not change them."""
+        entry = (self._next, at_unix, kind, level, facts)
         self._next += 1
-        self._ring.append(event)
+        self._ring.append(entry)
         if self._store is not None:
-            self._unstored.append(event)
+            self._unstored.append(entry)
             if len(self._unstored) >= STORE_BATCH:
                 self.flush()
         for follower in self._followers:
-            follower.offer(event)
-        return event
+            follower.offer(entry)
 
     def flush(self) -> None:
         """Hand over what is not stored yet. Call it about every second, and before the end."""
@@ -136,10 +138,10 @@ class History:
         elif seq > self._next:
             start = 0
         else:
-            start = bisect_left(ring, seq, key=_number)
-        events = list(islice(ring, start, start + limit))
-        reached_end = start + len(events) >= len(ring)
-        return Page(events, self._next if reached_end else _number(events[-1]) + 1)
+            start = bisect_left(ring, seq, key=itemgetter(0))
+        events = [event_of(entry) for entry in islice(ring, start, start + limit)]
+        end = start + len(events)
+        return Page(events, self._next if end >= len(ring) else ring[end - 1][0] + 1)
 
     def follow(self, wake: Callable[[], None], *, limit: int) -> Follower:
         """Add a follower, which gets every event from now on until `unfollow`.
@@ -155,9 +157,3 @@ class History:
         """Forget a follower; one that is unknown is ignored, for it may end in two ways at once."""
         if follower in self._followers:
             self._followers.remove(follower)
-
-
-def _number(event: Event) -> int:
-    seq = event["seq"]
-    assert isinstance(seq, int), "events are numbered by append"
-    return seq

@@ -29,7 +29,7 @@ from tsliced.core.actions import Record
 from tsliced.host import durable_store, kept_log
 from tsliced.host.durable_store import DurableStore, Numbers
 from tsliced.host.helper_thread import HelperThread
-from tsliced.host.history import Event, History
+from tsliced.host.history import Entry, History
 from tsliced.host.journal_error import JournalCode, JournalError, from_os_error
 from tsliced.host.kept_log import LogIdentity, Replay, Segment
 from tsliced.host.kept_state import KeptState
@@ -186,7 +186,7 @@ class Journal:
 
     def open_history(self, limit: int) -> History:
         """Return the event history with its stored tail. Blocks on the disk: call it at start."""
-        first_seq, tail = 1, list[Event]()
+        first_seq, tail = 1, list[Entry]()
         try:
             first_seq = self._in_background(self._store.begin_run).result(self._limits.wait_s)
             reading = self._in_background(lambda: self._store.history_tail(limit))
@@ -274,7 +274,7 @@ class Journal:
         self._store.save_numbers(raised)
         self._numbers = raised
 
-    def _store_history(self, batch: list[Event]) -> None:
+    def _store_history(self, batch: list[Entry]) -> None:
         def store() -> None:
             try:
                 self._store.append_history(batch)

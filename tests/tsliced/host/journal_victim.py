@@ -60,7 +60,9 @@ async def write_for_ever(journal: Journal) -> None:
         number += 1
         journal.write(batch(number))
         say(f"batch {number}")
-        say(f"event {history.append('batch', 'info', {'n': number}, time.time())['seq']}")
+        seq = history.next_seq
+        history.append("batch", "info", {"n": number}, time.time())
+        say(f"event {seq}")
         if number % 50 == 0:
             history.flush()
             await journal.reserve(journal.ceiling + 64)

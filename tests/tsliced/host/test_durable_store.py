@@ -6,11 +6,12 @@ import os
 import sqlite3
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from tsliced.host import durable_store
 from tsliced.host.durable_store import RUN_STRIDE, DurableStore, Numbers
-from tsliced.host.history import Event
+from tsliced.host.history import Entry
 from tsliced.host.journal_error import JournalCode, JournalError
 
 NUMBERS = Numbers(boot="b", generation=5, ceiling=4096)
@@ -20,8 +21,8 @@ def open_store(path: Path, *, history_max_bytes: int = 1 << 20) -> DurableStore:
     return DurableStore(path, history_max_bytes=history_max_bytes)
 
 
-def event(seq: int, **facts: str) -> Event:
-    return {"seq": seq, "at": 1.5, "kind": "granted", "level": "info", **facts}
+def event(seq: int, **facts: str) -> Entry:
+    return (seq, 1.5, "granted", "info", facts)
 
 
 def test_numbers_are_there_after_reopening(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_the_tail_of_the_events_comes_back_in_order(tmp_path: Path) -> None:
     store = open_store(tmp_path / "journal.db")
     for first in range(1, 100, 10):
         store.append_history([event(seq) for seq in range(first, first + 10)])
-    assert [each["seq"] for each in store.history_tail(15)] == list(range(86, 101))
+    assert [seq for seq, *_ in store.history_tail(15)] == list(range(86, 101))
     assert store.history_tail(1) == [event(100)]
     assert len(store.history_tail(1000)) == 100
     store.close()
@@ -86,7 +87,7 @@ def test_the_oldest_batches_make_room_also_after_reopening(tmp_path: Path) -> No
             store.append_history([event(seq, text="x" * 400)])
         store.close()
     store = open_store(path)
-    kept = [each["seq"] for each in store.history_tail(1000)]
+    kept = [seq for seq, *_ in store.history_tail(1000)]
     store.close()
     assert kept == list(range(201 - len(kept), 201))
     assert 15 < len(kept) < 25
@@ -119,12 +120,27 @@ def test_an_older_database_is_brought_up_and_keeps_its_numbers(
     store = open_store(path)
     store.save_numbers(NUMBERS)
     store.close()
-    monkeypatch.setattr(durable_store, "TABLES_VERSION", 2)
-    monkeypatch.setitem(durable_store._MIGRATIONS, 1, "CREATE TABLE extra (x INTEGER);")
+    version = durable_store.TABLES_VERSION
+    monkeypatch.setattr(durable_store, "TABLES_VERSION", version + 1)
+    monkeypatch.setitem(durable_store._MIGRATIONS, version, "CREATE TABLE extra (x INTEGER);")
     store = open_store(path)
     assert store.numbers() == NUMBERS
     assert store._db.execute("SELECT * FROM extra").fetchall() == []
-    assert store._db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert store._db.execute("PRAGMA user_version").fetchone() == (version + 1,)
+    store.close()
+
+
+def test_events_that_were_stored_as_maps_are_dropped_and_the_numbers_stay(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    store = open_store(path)
+    store.save_numbers(NUMBERS)
+    as_map = {"seq": 1, "at": 1.5, "kind": "granted", "level": "info"}
+    store._db.execute("INSERT INTO history VALUES (1, 1, ?)", (msgpack.packb([as_map]),))
+    store._db.execute("PRAGMA user_version=1")
+    store.close()
+    store = open_store(path)
+    assert store.history_tail(10) == []
+    assert store.numbers() == NUMBERS
     store.close()
 
 

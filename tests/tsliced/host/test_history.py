@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tsliced.host.history import STORE_BATCH, Event, Fact, Follower, History
+from tsliced.host.history import STORE_BATCH, Entry, Event, Fact, Follower, History, event_of
 
 FACTS: dict[str, Fact] = {"job": "1000/4711", "restored": True, "waited_s": 0.5, "phase": None}
 
 
 def fill(history: History, count: int) -> list[Event]:
-    return [history.append("granted", "info", {"n": n}, 100.0 + n) for n in range(count)]
+    return [append(history, {"n": n}, 100.0 + n) for n in range(count)]
+
+
+def append(history: History, facts: dict[str, Fact], at_unix: float) -> Event:
+    """Add an event and return it as it is read."""
+    history.append("granted", "info", facts, at_unix)
+    return history.since(None, 1).events[0]
 
 
 def numbers(events: list[Event]) -> list[object]:
@@ -27,7 +33,7 @@ def drain(follower: Follower, limit: int) -> list[Event]:
 
 
 def test_an_event_has_its_number_time_kind_level_and_facts() -> None:
-    assert History(10).append("granted", "info", FACTS, 12.5) == {
+    assert append(History(10), FACTS, 12.5) == {
         "seq": 1,
         "at": 12.5,
         "kind": "granted",
@@ -37,7 +43,7 @@ def test_an_event_has_its_number_time_kind_level_and_facts() -> None:
 
 
 def test_a_fact_cannot_take_the_place_of_a_number_or_a_time() -> None:
-    event = History(10).append("granted", "info", {"seq": 7, "at": 0.0, "kind": "x"}, 12.5)
+    event = append(History(10), {"seq": 7, "at": 0.0, "kind": "x"}, 12.5)
     assert event == {"seq": 1, "at": 12.5, "kind": "granted", "level": "info"}
 
 
@@ -82,22 +88,22 @@ def test_a_number_of_a_lost_history_gives_all_of_this_one() -> None:
 
 
 def test_events_of_an_earlier_run_come_before_those_of_this_one() -> None:
-    tail = fill(History(10), 3)
+    tail: list[Entry] = [(n, 12.5, "granted", "info", FACTS) for n in (1, 2, 3)]
     history = History(10, tail=tail, first_seq=1000)
     (event,) = fill(history, 1)
     assert event["seq"] == 1000
-    assert history.since(2, 100) == ([*tail[1:], event], 1001)
+    assert history.since(2, 100) == ([*map(event_of, tail[1:]), event], 1001)
     assert history.since(500, 100) == ([event], 1001)
 
 
 def test_each_event_is_stored_once_in_bounded_batches() -> None:
-    batches: list[list[Event]] = []
+    batches: list[list[Entry]] = []
     history = History(10, store=batches.append)
     events = fill(history, 2 * STORE_BATCH + 5)
     assert [len(batch) for batch in batches] == [STORE_BATCH, STORE_BATCH]
     history.flush()
     history.flush()
-    assert [event for batch in batches for event in batch] == events
+    assert [event_of(entry) for batch in batches for entry in batch] == events
     assert len(batches) == 3
 
 
