@@ -23,7 +23,7 @@ from bench.daemon import GROUP
 from bench.load import LIMIT_S, acquire_of
 from bench.server import Server
 from libtimeslice.connection import Connection
-from libtimeslice.protocol import FrameReader, Message, encode
+from libtimeslice.protocol import PROTOCOL_VERSION, FrameReader, Message, encode
 
 Answers = Mapping[str, Message]
 
@@ -61,7 +61,8 @@ def answers_of(connection: Connection) -> Answers:
     released = connection.request({"t": "release", "lease": granted["lease"]}, LIMIT_S)
     for answer in (granted, released):
         del answer["re"]
-    return {"hello": {"t": "welcome"}, "acquire": granted, "release": released}
+    welcome = {"t": "welcome", "version": list(PROTOCOL_VERSION)}
+    return {"hello": welcome, "acquire": granted, "release": released}
 
 
 def start_echo(directory: Path, answers: Answers, *, core: int) -> Server:

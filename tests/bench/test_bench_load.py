@@ -29,7 +29,7 @@ GRANT: Message = {
     "ack_s": None,
 }
 ANSWERS: Answers = {
-    "hello": {"t": "welcome"},
+    "hello": {"t": "welcome", "version": [1, 0]},
     "acquire": GRANT,
     "release": {"waiters": 0, "deferred": True},
     "ping": {"err": {"code": "unavailable", "message": "as the test wants it"}},
