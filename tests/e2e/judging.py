@@ -224,6 +224,13 @@ def _acquires(who: str, lines: list[Line], killed: list[Line]) -> Iterator[Acqui
             case "release" | "lost" if held[line["lease"]]:
                 # Of those that are nested the one that was there first lasts to the end.
                 held[line["lease"]].pop().until = line["at"]
+            case "left":
+                # Whatever comes on this connection now, nobody reads it.
+                for acquire in asked.values():
+                    if acquire.ended_at is None:
+                        acquire.until = line["at"]
+            case _:
+                pass
     yield from asked.values()
 
 

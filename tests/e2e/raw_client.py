@@ -39,6 +39,7 @@ class RawClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._recorder.write("left")
         self.socket.close()
 
     def hello(self, **fields: object) -> Message:

@@ -192,6 +192,13 @@ def test_one_that_is_stopped_does_not_hear_of_its_end(story: Story) -> None:
     assert story.rules() == []
 
 
+def test_one_that_hung_up_does_not_either(story: Story) -> None:
+    story.client("x", *turn("0/x", 1, None), {"at": 2.5, "what": "left"})
+    story.client("b", *turn("b", 2, 3, 4))
+    story.log(1.5, "queued", "x.1")
+    assert story.rules() == []
+
+
 def test_a_lease_of_several_groups_has_its_place_in_the_first_of_them(story: Story) -> None:
     story.client("a", *turn("a", 1, 6, 7, token=9, groups=("g1", "g2")))
     story.client("b", *turn("b", 2, 3, 4, groups=("g2",)))
