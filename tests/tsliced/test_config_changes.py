@@ -100,6 +100,8 @@ def other(key: str, value: str) -> str:
     if value in ("true", "false"):
         return "false" if value == "true" else "true"
     if re.fullmatch(r"[0-9.]+", value):
+        if float(value) == 0:
+            return value.replace("0", "1", 1)
         return f"{float(value) * 0.9}" if "." in value else f"{int(value) * 9 // 10}"
     if re.fullmatch(r'"[0-9.]+ [KMGT]iB"', value):
         return "12345678"

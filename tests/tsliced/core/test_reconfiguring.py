@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from types import FunctionType, ModuleType
 
 import pytest
 from world import D1, D2, D3, G1, G2, G3, GROUPS, LIMITS, World, job
@@ -165,3 +167,29 @@ def test_what_is_left_of_a_job_is_ended_by_the_new_limits() -> None:
     world.close(session)
     world.pass_time(51.0)
     assert [action.processes for action in world.all_of(EndProcesses)][:1] == [(rank,)]
+
+
+def reachable(root: object) -> set[int]:
+    """Return the identities of all data that can be reached from an object."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
+            seen.add(id(one))
+            todo += gc.get_referents(one)
+    return seen
+
+
+def test_nothing_goes_on_by_the_old_limits() -> None:
+    old, new = dataclasses.replace(LIMITS), dataclasses.replace(LIMITS, grace_s=1.0)
+    world = World(limits=old)
+    world.acquire(world.session(A), G1)
+    world.context(A, D1)
+    world.look()
+    machine = world.machine
+    assert id(old) in reachable(machine)
+    reconfigure(world, *GROUPS, limits=new)
+    machine.story.clear()
+    assert id(old) not in reachable(machine)
+    assert id(new) in reachable(machine)
