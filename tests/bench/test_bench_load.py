@@ -19,7 +19,7 @@ from bench.server import Server, ServerError
 from bench.syncs import SyncCounter, measure_syncs
 from libtimeslice.connection import Connection
 from libtimeslice.errors import TimeSliceError
-from libtimeslice.protocol import Message, encode
+from libtimeslice.protocol import PROTOCOL_VERSION, Message, encode
 
 GRANT: Message = {
     "lease": "s.1",
@@ -29,7 +29,7 @@ GRANT: Message = {
     "ack_s": None,
 }
 ANSWERS: Answers = {
-    "hello": {"t": "welcome", "version": [1, 0]},
+    "hello": {"t": "welcome", "version": list(PROTOCOL_VERSION)},
     "acquire": GRANT,
     "release": {"waiters": 0, "deferred": True},
     "ping": {"err": {"code": "unavailable", "message": "as the test wants it"}},
