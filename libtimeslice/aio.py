@@ -39,7 +39,7 @@ from libtimeslice.base import (
     tell_contended,
 )
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
-from libtimeslice.lease import LeaseView
+from libtimeslice.lease import LeaseView, PlainLeases
 from libtimeslice.link import OutOfTime
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
@@ -215,7 +215,7 @@ class AsyncTimeSlice(BaseClient):
         self._session = self._line.session
         #: Where tasks wait for a grant that another task of this client asked for.
         self._gate = Signal()
-        self._plain: list[AsyncLease] = []
+        self._plain: PlainLeases[AsyncLease] = PlainLeases()
         self._asks.clear()
         self._finalizer = weakref.finalize(self, leaving.settle, self._line)
         self._finalizer.atexit = False  # `leaving` has its own order
@@ -258,24 +258,12 @@ class AsyncTimeSlice(BaseClient):
     ) -> AsyncLease:
         """Like `lease`, for code that cannot use `async with`. Must be followed by `release`."""
         lease = await self._acquire(self._ask(groups, timeout, phase, ranks, arrive))
-        self._forget_released()
-        self._plain.append(lease)
+        self._plain.add(lease)
         return lease
 
     async def release(self, lease: AsyncLease | None = None) -> Released | None:
         """Releases a lease that `acquire` returned, without one the latest."""
-        if lease is None:
-            self._forget_released()
-            if not self._plain:
-                raise ValueError("nothing was acquired with acquire(), or all of it was released")
-            lease = self._plain.pop()
-        elif lease in self._plain:
-            self._plain.remove(lease)
-        return await lease.release()
-
-    def _forget_released(self) -> None:
-        while self._plain and self._plain[-1].state is LeaseState.RELEASED:
-            self._plain.pop()
+        return await self._plain.take(lease).release()
 
     @overload
     def on_accelerators(self, function: CoroutineFunction, /) -> CoroutineFunction: ...

@@ -34,7 +34,7 @@ from libtimeslice.base import (
 )
 from libtimeslice.connection import Connection
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
-from libtimeslice.lease import Lease, LeaseContext, OffAccelerators
+from libtimeslice.lease import Lease, LeaseContext, OffAccelerators, PlainLeases
 from libtimeslice.line import Line
 from libtimeslice.link import TICK_S, OutOfTime, remaining
 from libtimeslice.protocol import Message
@@ -110,7 +110,7 @@ class TimeSlice(BaseClient):
         self._gate = threading.Condition(self._lock)
         self._at_gate = 0
         #: Latest last: what `release()` without a lease gives back.
-        self._plain: list[Lease] = []
+        self._plain: PlainLeases[Lease] = PlainLeases()
         self._asks.clear()
         self._finalizer = weakref.finalize(self, leaving.settle, self._line)
         self._finalizer.atexit = False  # `leaving` has its own order
@@ -166,25 +166,12 @@ class TimeSlice(BaseClient):
     ) -> Lease:
         """Like `lease`, for code that cannot use `with`. Must be followed by `release`."""
         lease = self._acquire(self._ask(groups, timeout, phase, ranks, arrive))
-        self._forget_released()
-        self._plain.append(lease)
+        self._plain.add(lease)
         return lease
 
     def release(self, lease: Lease | None = None) -> Released | None:
         """Releases a lease that `acquire` returned, without one the latest. See `Lease.release`."""
-        if lease is None:
-            self._forget_released()
-            if not self._plain:
-                raise ValueError("nothing was acquired with acquire(), or all of it was released")
-            lease = self._plain.pop()
-        elif lease in self._plain:
-            self._plain.remove(lease)
-        return lease.release()
-
-    def _forget_released(self) -> None:
-        """Drops leases that were released by themselves from those that `release` looks at."""
-        while self._plain and self._plain[-1].state is LeaseState.RELEASED:
-            self._plain.pop()
+        return self._plain.take(lease).release()
 
     @overload
     def on_accelerators(self, function: Function, /) -> Function: ...

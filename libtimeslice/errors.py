@@ -124,6 +124,7 @@ _KINDS: Mapping[str, type[TimeSliceError]] = {
     "refused": Refused,
     "not_cuda": Refused,
     "no_such_process": Refused,
+    "not_found": Refused,
     "unknown_lease": LeaseLost,
     "lease_ended": LeaseLost,
     "session_unknown": LeaseLost,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from libtimeslice.errors import LeaseLost
 from libtimeslice.session import Ask, Grant, LeaseState, Released
@@ -95,6 +96,46 @@ class LeaseView:
     @property
     def _waited_for(self) -> bool:
         return any(grant.waiters > 0 for grant in self._grants)
+
+
+_View = TypeVar("_View", bound=LeaseView)
+
+
+class PlainLeases(Generic[_View]):
+    """The leases that a client's `acquire` returned, the latest last, until they are given back.
+
+    Threads may use it at once: what they do to the list is done in one step each.
+    """
+
+    __slots__ = ("_leases",)
+
+    def __init__(self) -> None:
+        self._leases: list[_View] = []
+
+    def add(self, lease: _View) -> None:
+        """Takes a lease in."""
+        self._forget_ended()
+        self._leases.append(lease)
+
+    def take(self, lease: _View | None) -> _View:
+        """Takes a lease out to be given back; None: the latest. Raises ValueError without one."""
+        self._forget_ended()
+        if lease is None:
+            try:
+                return self._leases.pop()
+            except IndexError:
+                text = "nothing was acquired with acquire(), or all of it was released"
+                raise ValueError(text) from None
+        with contextlib.suppress(ValueError):  # a lease of lease(), or released by itself
+            self._leases.remove(lease)
+        return lease
+
+    def _forget_ended(self) -> None:
+        """Drops leases that were given back by themselves."""
+        for lease in self._leases.copy():
+            if lease._done or lease.state is LeaseState.RELEASED:
+                with contextlib.suppress(ValueError):
+                    self._leases.remove(lease)
 
 
 class Lease(LeaseView):

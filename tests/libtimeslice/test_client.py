@@ -109,6 +109,25 @@ def test_acquire_and_release_are_plain_calls_and_tell_the_queue(
     assert ts.release() == Released(waiters=1, deferred=False)
 
 
+def test_leases_that_were_given_back_by_themselves_are_not_kept(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    """Also if there is always a later one that is still held, and if some of them were lost."""
+    outer = ts.acquire("n2")
+    for _ in range(5):
+        first = ts.acquire("n1")
+        later = ts.acquire("n2")
+        daemon.end_lease(first.id, "revoked")
+        first.release()
+        outer.release()
+        outer = later
+    assert len(ts._plain._leases) <= 3
+    ts.release()
+    assert daemon.held == {}
+    with pytest.raises(ValueError, match="all of it was released"):
+        ts.release()
+
+
 def test_a_refused_acquire_raises_by_kind_with_the_facts(ts: TimeSlice) -> None:
     with pytest.raises(UnknownGroup) as raised:
         ts.acquire("nope")
