@@ -196,7 +196,7 @@ def test_room_is_asked_for_on_each_device_as_much_as_was_there(make_host: MakeHo
 def test_where_a_raylet_runs_no_snapshot_takes_what_ray_would_kill_workers_for(
     make_host: MakeHost,
 ) -> None:
-    host = make_host(settings={"memory": {"ray_margin_ratio": 0.9}})
+    host = make_host(settings={"memory": {"ray_margin_ratio": 1}})
     rank, other = host.trainer("a", mib=8), host.rank("b")
     # A process of that name is all that can be seen of one.
     raylet = host.directory / "raylet"

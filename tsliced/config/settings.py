@@ -157,7 +157,7 @@ class MemorySettings:
     #: Host memory that no snapshot may take.
     host_margin_bytes: int = ruled(1 << 30, least=0)
     #: Ray kills workers when less than this share of the memory of its host or container is free.
-    ray_margin_ratio: float = ruled(0.05, least=0, most=0.9)
+    ray_margin_ratio: float = ruled(0.05, least=0, most=1)
     #: Whether that share stays free where a raylet runs, on the host in any case too, or nowhere.
     ray_margin: str = ruled("auto", choices=("auto", "always", "never"))
     #: With more than 0, a job that fills a device whole can't come back to it.
