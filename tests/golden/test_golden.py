@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from golden import HERE, Golden, all_frames, frame_of, frames, versions
 
+from libtimeslice import protocol
 from libtimeslice.protocol import (
     PROTOCOL_VERSION,
     ErrorCode,
@@ -67,6 +68,11 @@ def as_parsed(value: Any) -> Any:
 @pytest.mark.parametrize("frame", all_frames(), ids=str)
 def test_what_is_sent_today_has_the_form_of_what_was_sent(frame: Golden) -> None:
     assert encode(frame.message) == frame.frame == frame_of(frame.message)
+
+
+def test_every_message_that_a_client_may_send_is_kept() -> None:
+    kept = {frame.message.get("t") for frame in FROM_CLIENTS}
+    assert set(protocol._PARSERS) <= kept, "add what is missing to the version that brings it"
 
 
 def test_the_codes_of_all_kept_errors_are_known_still() -> None:
