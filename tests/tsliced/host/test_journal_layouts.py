@@ -42,7 +42,8 @@ def test_a_journal_of_each_earlier_layout_is_brought_up(tmp_path: Path, layout: 
         with closing(Journal.open(directory, now_unix=2e9, boot=KEPT_BOOT)) as journal:
             assert journal.load() == STANDING_IN[layout]
             assert (journal.generation, journal.ceiling) == KEPT_NUMBERS
-            assert journal.open_history(10).since(None, 10).events[0]["kind"] == "granted"
+            # Its events, which were kept as maps, are dropped; their numbers are not used again.
+            assert journal.open_history(10).next_seq > 1
             assert tuple(journal.warnings) == ()
 
 
