@@ -464,6 +464,10 @@ class Driver:
         around = self.around
         try:
             found = await around.scanner.scan(action)
+            if action.forgotten and around.backend.seen_by_nvml:
+                known = {*self.machine.tenancies.home, *(rank.process for rank in found)}
+                host = self.machine.config.host
+                found += await around.scanner.forgotten(action.tenancy, known, host=host)
         except ScanFailed as exc:
             return GroupsScanned(op=action.op, failure=exc.reason)
         for rank in found:

@@ -6,6 +6,7 @@ What the clients saw is judged at the end of each test, see `judging`.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from harness import HERE, Host, MakeHost, Pending, Rank, until
+
+from libtimeslice import TimeSliceError
 
 STATE_MIB = 40
 
@@ -251,3 +254,36 @@ def test_a_journal_that_is_lost_costs_leases_and_places_but_no_state_g2(
     cast.second.do("release")
     assert cast.first.do("acquire", groups="g1", timeout=30)["restored"] is True
     assert cast.first.do("digest") == cast.digests[cast.first]
+
+
+@pytest.mark.parametrize("lost", ["all of it", "its log"])
+def test_what_a_lost_journal_left_parked_is_found_by_asking_the_driver_g12(
+    cast: Cast, lost: str
+) -> None:
+    host = cast.host
+    cast.park_first()
+    host.kill_daemon()
+    lose(host, lost)
+    host.start_daemon()
+    assert cast.first.do("acquire", groups="g1", timeout=30)["restored"] is True
+    assert cast.first.do("digest") == cast.digests[cast.first]
+    cast.first.do("release")
+    cast.second.do("acquire", groups="g1", timeout=30)
+    assert cast.second.do("digest") == cast.digests[cast.second]
+
+
+def test_one_that_a_lost_journal_left_parked_and_stopped_is_not_passed_by(cast: Cast) -> None:
+    host = cast.host
+    cast.park_first()
+    host.kill_daemon()
+    lose(host, "all of it")
+    host.start_daemon()
+    # Theirs, and the one that asks.
+    until(lambda: host.status()["sessions"] == 3, "the ranks are back")
+    with host.connection(role="client", job="a") as connection:
+        cast.first.stop()
+        with pytest.raises(TimeSliceError, match="SIGCONT"):
+            connection.request({"t": "acquire", "groups": ["g1"], "timeout_s": 3}, 30)
+        os.kill(cast.first.pid, signal.SIGCONT)
+        assert connection.request({"t": "acquire", "groups": ["g1"]}, 30)["restored"] is True
+        assert cast.first.do("digest") == cast.digests[cast.first]

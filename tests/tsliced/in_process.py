@@ -174,6 +174,8 @@ class FakeBackend(Backend):
         self.forgotten.add(process)
 
     async def probe(self, process: ProcessId) -> bool:
+        if isinstance(instead := self.instead.get("probe"), Exception):
+            raise instead
         return any(process.pid in used for used in self.devices.used.values())
 
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:

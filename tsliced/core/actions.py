@@ -329,6 +329,8 @@ class ScanGroups:
     unlisted: tuple[tuple[DeviceId, int], ...] = ()
     #: Groups of other tenancies on which ranks of this one are too: look there as well.
     beyond: tuple[GroupName, ...] = ()
+    #: It is to be let on, and no rank of it is known: one may be parked that was forgotten.
+    forgotten: bool = False
 
 
 @value

@@ -155,6 +155,10 @@ class Coordinator:
         self._was_parked = parked
         return self._begin(Place.RESTORING, now)
 
+    def on_parked_found(self) -> None:
+        """A rank turned out to be parked that nobody knew of when it began to be let on."""
+        self._was_parked = True
+
     def take_back(self, *, now: float) -> list[Effect]:
         """Turn an eviction back that nobody needs any more, while that is free."""
         if self.place is not Place.FREEZING:

@@ -195,6 +195,8 @@ class FoundRank:
     bytes_on: tuple[tuple[DeviceId, int], ...] = ()
     uid: int = -1
     name: str = ""
+    #: PARKED: the driver said so of a process that nothing is known of any more.
+    state: RankState = RankState.RUNNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

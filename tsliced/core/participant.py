@@ -172,7 +172,7 @@ class Participant:
                 devices=found.devices,
                 device_bytes=found.device_bytes,
                 bytes_on=found.bytes_on,
-                state=RankState.RUNNING,
+                state=found.state,
             )
             self.ranks[found.process] = rank
             return [rank.record(self.tenancy)]
@@ -334,6 +334,7 @@ class Participant:
             residue_bytes=allowed if parked else 0,
             unlisted=tuple(self._unlisted.items()) if parked else (),
             beyond=tuple(self.beyond),
+            forgotten=order.goal is Goal.RESTORED and not self.ranks,
         )
 
     def _short_of_host_memory(self, moving: list[Rank]) -> bool:

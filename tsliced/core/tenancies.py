@@ -492,6 +492,8 @@ class Tenancies:
         """Take in who is on the devices, then let the one who asked go on."""
         out = self.observe(event.found)
         tenancy = self.all[self.steps.pop(event.op)]
+        if any(found.state is RankState.PARKED for found in event.found):
+            tenancy.coordinator.on_parked_found()
         event = replace(event, found=tuple(self._identified(event.found, tenancy.key)))
         return out + self.run(tenancy.participant.on_scanned(event, now=now), now)
 

@@ -134,6 +134,10 @@ class Membership:
         if self._registered.pop(process, None) is not None:
             self._version += 1
 
+    def registered(self, job: JobKey) -> list[ProcessId]:
+        """Return the processes that were said to belong to a job."""
+        return [process for process, of in self._registered.items() if of == job]
+
     def job_of(self, process: ProcessId) -> JobKey | None:
         """Return the job of a process, or None if it belongs to none, or is gone."""
         registered = self._registered.get(process)

@@ -18,12 +18,16 @@ from tsliced.core.model import (
     FoundRank,
     GroupConfig,
     GroupName,
+    HostName,
     JobKey,
     ProcessId,
+    RankId,
+    RankState,
     Reason,
     TenancyKey,
+    Verb,
 )
-from tsliced.host.backends.base import Backend
+from tsliced.host.backends.base import Backend, BackendError
 from tsliced.host.devices import DeviceError, DeviceReading, Devices, DevicesError
 from tsliced.host.membership import Membership
 
@@ -92,6 +96,42 @@ class Scanner:
         if self._backend.seen_by_nvml:
             return found
         return found + self._registered_on(scan.tenancy)
+
+    async def forgotten(
+        self, tenancy: TenancyKey, known: Collection[ProcessId], *, host: HostName
+    ) -> tuple[FoundRank, ...]:
+        """Return the job's own processes that are parked and not among the known ones.
+
+        NVML does not list them, and a daemon that lost its journal knows nothing of them: only the
+        driver does. On which devices they were it cannot say; it is taken to be those that their
+        job leases now. Raises `ScanFailed` if one of them cannot be asked.
+        """
+        processes = self._membership.registered(tenancy.job)
+        devices = frozenset(d for group in tenancy.groups for d in self._devices_of[group])
+        return tuple(
+            [
+                FoundRank(
+                    process=process,
+                    job=tenancy.job,
+                    devices=devices,
+                    device_bytes=0,
+                    uid=tenancy.job.uid,
+                    state=RankState.PARKED,
+                )
+                for process in processes
+                if process not in known and await self._is_parked(RankId(host, process))
+            ]
+        )
+
+    async def _is_parked(self, rank: RankId) -> bool:
+        try:
+            if not await self._backend.probe(rank.process):
+                return False
+        except BackendError as exc:
+            text = f"whether it is parked cannot be told: {exc}"
+            raise ScanFailed(Reason(cause=Cause.DRIVER, text=text, rank=rank)) from exc
+        outcome = await self._backend.run(Verb.QUERY, rank, None)
+        return outcome.observed is RankState.PARKED
 
     def _left(self, scan: ScanGroups, found: Iterable[FoundRank]) -> tuple[int, bool]:
         """Return how much there is of what should be gone, and whether that is little enough."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from participant_lab import (
     BACK_NOW,
@@ -338,7 +340,7 @@ def test_its_own_processes_are_no_company_nor_is_one_without_a_context() -> None
 
 def test_g1_a_newcomer_looks_at_the_devices_too() -> None:
     lab = Lab()
-    assert lab.order(Goal.RESTORED) == [scan(1)]
+    assert lab.order(Goal.RESTORED) == [replace(scan(1), forgotten=True)]
     assert lab.scanned(1, found(P1)) == [lab.at()]
 
 

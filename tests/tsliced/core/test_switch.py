@@ -465,3 +465,21 @@ def test_nothing_is_said_twice_about_a_grant() -> None:
     two_jobs(world)
     kinds = [type(action) for action in world.done if isinstance(action, Grant)]
     assert len(kinds) == 2
+
+
+def test_what_a_lost_journal_left_parked_is_restored_before_its_job_is_granted() -> None:
+    world = World()
+    first, second = world.session(A), world.session(B)
+    lease = world.acquire(first, G1)
+    parked = world.context(A, D1)
+    world.look()
+    world.release(lease)
+    world.release(world.acquire(second, G1))
+    assert world.state(parked) is PARKED
+    world.journal.clear()
+    world.restart()
+    world.run()
+    granted = world.acquire(world.session(A), G1)
+    assert world.held(granted)
+    assert world.grants()[-1].restored
+    assert world.state(parked) is RUNNING

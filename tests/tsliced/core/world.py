@@ -76,6 +76,7 @@ from tsliced.core.model import (
     Reason,
     RequestId,
     SessionId,
+    TenancyKey,
     Verb,
 )
 from tsliced.core.policy import Policy
@@ -324,7 +325,10 @@ class World:
                 if (failed := self.scans(action)) is not None:
                     return GroupsScanned(op=op, failure=failed)
                 devices = self.devices_of((*tenancy.groups, *action.beyond))
-                return GroupsScanned(op=op, found=self.found(devices))
+                found = self.found(devices)
+                if action.forgotten:
+                    found += self.forgotten(tenancy)
+                return GroupsScanned(op=op, found=found)
             case ReserveHostMemory(op=op):
                 return MemoryReserved(op=op, failure=self.host_memory(action))
             case ReserveDeviceMemory(op=op):
@@ -360,6 +364,15 @@ class World:
                 name="python",
             )
             for process in seen
+        )
+
+    def forgotten(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
+        """Return what the driver says of a job's parked processes that nobody knows."""
+        known = self.machine.tenancies.home
+        return tuple(
+            FoundRank(process=p.id, job=p.job, devices=p.devices, device_bytes=0, state=p.state)
+            for p in self.processes.values()
+            if p.job == tenancy.job and p.state is RankState.PARKED and p.id not in known
         )
 
     def look(self, *lost: DeviceId) -> None:

@@ -25,7 +25,16 @@ from in_process import (
 
 import tsliced.host.scan
 from tsliced.core.actions import ScanGroups
-from tsliced.core.model import GroupConfig, GroupName, OpId, ProcessId, TenancyKey
+from tsliced.core.model import (
+    GroupConfig,
+    GroupName,
+    HostName,
+    OpId,
+    ProcessId,
+    RankState,
+    TenancyKey,
+)
+from tsliced.host.backends.base import BackendError
 from tsliced.host.devices import DeviceError, Devices
 from tsliced.host.membership import Membership
 from tsliced.host.scan import ScanFailed, Scanner
@@ -191,6 +200,35 @@ def test_a_backend_that_nvml_does_not_show_goes_by_who_registered(tmp_path: Path
             assert await place.scanner.scan(scan_of(TenancyKey(job("b"), (G2,)))) == ()
             place.scanner.forget(rank)
             assert await place.scanner.scan(scan_of(TenancyKey(job("a"), (G2,)))) == ()
+
+    tell(tmp_path, story)
+
+
+def test_parked_processes_of_a_job_that_nobody_knows_are_found_by_asking_the_driver(
+    tmp_path: Path,
+) -> None:
+    async def story(place: Place) -> None:
+        key = TenancyKey(job("a"), (G1,))
+        with process_of("a") as parked, process_of("a") as running, process_of("b") as other:
+            for process, name in ((parked, "a"), (running, "a"), (other, "b")):
+                place.membership.register(process, job(name))
+                place.devices.put(process, MIB, D2)
+            place.backend.states = dict.fromkeys((parked, other), RankState.PARKED)
+            (found,) = await place.scanner.forgotten(key, (), host=HostName("n1"))
+            assert (found.process, found.job, found.state) == (parked, key.job, RankState.PARKED)
+            assert found.devices == frozenset({D1}), "it is where its job leases"
+            assert await place.scanner.forgotten(key, {parked}, host=HostName("n1")) == ()
+
+    tell(tmp_path, story)
+
+
+def test_a_process_that_cannot_be_asked_is_not_taken_for_one_without_state(tmp_path: Path) -> None:
+    async def story(place: Place) -> None:
+        with process_of("a") as rank:
+            place.membership.register(rank, job("a"))
+            place.backend.instead["probe"] = BackendError("it is stopped")
+            with pytest.raises(ScanFailed, match="it is stopped"):
+                await place.scanner.forgotten(TenancyKey(job("a"), (G1,)), (), host=HostName("n1"))
 
     tell(tmp_path, story)
 

@@ -112,7 +112,8 @@ class CudaBackend(Backend):
 
     async def probe(self, process: ProcessId) -> bool:
         """Ask the driver for a restore thread, in a process that seems to have one."""
-        if not _seems_cuda(process.pid):
+        # A process may have hundreds of threads to look at.
+        if not await asyncio.to_thread(_seems_cuda, process.pid):
             return False
         if (stopped := _why_not_runnable(process)) is not None:
             raise BackendError(stopped)
