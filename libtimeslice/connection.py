@@ -43,6 +43,11 @@ from libtimeslice.session import Session
 #: Longest that a message which may get lost waits for another thread that is sending, seconds.
 _DROP_LIMIT_S = 1.0
 
+#: How long the thread that reads stays awake for an answer before it sleeps. The daemon answers
+#: within this time what it can grant at once, and to be woken up costs both sides more than that.
+#: With a single processor the daemon would have to wait for it.
+_AWAKE_S = 100e-6 if (os.cpu_count() or 1) > 1 else 0.0
+
 
 class ConnectionLost(DaemonUnreachable):
     """The connection ended. What was in flight may or may not have reached the daemon."""
@@ -304,14 +309,17 @@ class Connection:
 
     def _receive(self, deadline: float | None) -> list[Message]:
         """Reads once, or returns [] after a tick."""
-        if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0.0:
-                raise OutOfTime("the answer did not come in time")
-            if left_s < TICK_S:
-                self._poll(left_s)
-                data = self._read_now()
-                return [] if data is None else self._decode(data)
+        now = time.monotonic()
+        if deadline is not None and deadline <= now:
+            raise OutOfTime("the answer did not come in time")
+        asleep_at = now + _AWAKE_S
+        while time.monotonic() < asleep_at:
+            if (data := self._read_now()) is not None:
+                return self._decode(data)
+        if deadline is not None and (left_s := deadline - time.monotonic()) < TICK_S:
+            self._poll(max(0.0, left_s))
+            data = self._read_now()
+            return [] if data is None else self._decode(data)
         try:
             data = self.sock.recv(READ_BYTES)
         except BlockingIOError:

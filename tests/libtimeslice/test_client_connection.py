@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -83,6 +84,49 @@ def test_a_plain_echo_can_be_asked_too() -> None:
         assert [connection.request({"t": "x"})["re"] for _ in range(3)] == [1, 2, 3]
     server.join(LIMIT_S)
     assert not server.is_alive()
+
+
+class CountingSocket(socket.socket):
+    """Counts the reads that may put the thread to sleep."""
+
+    slept = 0
+
+    def recv(self, size: int, flags: int = 0, /) -> bytes:
+        self.slept += not flags & socket.MSG_DONTWAIT
+        return super().recv(size, flags)
+
+
+def counting_pair() -> tuple[CountingSocket, socket.socket]:
+    here, there = socket.socketpair()
+    return CountingSocket(fileno=here.detach()), there
+
+
+def test_an_answer_that_comes_at_once_is_had_without_going_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Longer than this thread may be kept from running, and than the other takes to answer.
+    monkeypatch.setattr("libtimeslice.connection._AWAKE_S", LIMIT_S)
+    here, there = counting_pair()
+
+    def answer() -> None:
+        (message,) = FrameReader().feed(there.recv(4096))
+        there.sendall(encode({"re": message["id"]}))
+
+    with there, Connection(here) as connection:
+        server = Background(answer)
+        assert connection.request({"t": "x"}) == {"re": 1}
+        server.result()
+        assert here.slept == 0
+
+
+def test_a_wait_for_longer_is_spent_asleep() -> None:
+    here, there = counting_pair()
+    with there, Connection(here) as connection:
+        before_s = time.thread_time()
+        assert connection.take_notice(2.5) is None
+        used_s = time.thread_time() - before_s
+    assert here.slept >= 1
+    assert used_s < 0.5
 
 
 def test_a_signal_handler_that_asks_while_its_thread_reads_is_refused(
