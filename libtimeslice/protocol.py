@@ -152,7 +152,7 @@ class FrameReader:
                 if length + HEADER_BYTES == len(data) and length <= self._max_frame:
                     # The usual case is one whole frame: it never enters the buffer. (For a frame of
                     # the usual size a slice costs a third of what a memoryview does.)
-                    return [_decode_untrusted(data[HEADER_BYTES:])]
+                    return [decode_untrusted(data[HEADER_BYTES:])]
             self._buffer += data
             return self._take()
         except ProtocolError as error:
@@ -177,7 +177,7 @@ class FrameReader:
                 )
             if size - body < length:
                 break
-            messages.append(_decode_untrusted(bytes(buffer[body : body + length])))
+            messages.append(decode_untrusted(bytes(buffer[body : body + length])))
             start = body + length
         del buffer[:start]
         return messages
@@ -187,7 +187,8 @@ class FrameReader:
 _OPENS = bytes(0x80 <= byte < 0xA0 or 0xDC <= byte <= 0xDF for byte in range(256))
 
 
-def _decode_untrusted(body: bytes) -> Message:
+def decode_untrusted(body: bytes) -> Message:
+    """Returns the message that the body of a frame holds; raises ProtocolError (`bad_frame`)."""
     try:
         message = _unpack(body)
     except Exception as error:  # msgpack has no root: ValueError, OverflowError, MemoryError, ...
@@ -354,9 +355,10 @@ class Heartbeat:
 
 @_value
 class StatusQuery:
-    """Asks for the state of all groups."""
+    """Asks for the state of all groups; `host` None: of the daemon that is asked."""
 
     id: int
+    host: str | None
 
 
 @_value
@@ -623,6 +625,11 @@ def _parse_events(message: Message) -> EventsQuery:
     )
 
 
+def _parse_status(message: Message) -> StatusQuery:
+    host = None if message.get("host") is None else name_field(message, "host")
+    return StatusQuery(id=id_field(message), host=host)
+
+
 def _parse_show(message: Message) -> ShowQuery:
     kind = message.get("kind")
     if kind not in ("job", "group", "device", "session", "lease"):
@@ -670,7 +677,7 @@ _PARSERS: dict[object, Callable[[Message], Request]] = {
     "progress": _parse_progress,
     "queue": _parse_queue,
     "heartbeat": lambda _message: Heartbeat(),
-    "status": lambda message: StatusQuery(id=id_field(message)),
+    "status": _parse_status,
     "ps": lambda message: PsQuery(id=id_field(message)),
     "events": _parse_events,
     "show": _parse_show,

@@ -65,6 +65,7 @@ def _serve(config: object, source: object, *, tell_socket: bool) -> int:
     from tsliced.host.journal import JournalCode, JournalError
     from tsliced.log import Log
     from tsliced.net.listening import ListenError
+    from tsliced.net.peer_auth import PeerAuthError
     from tsliced.sdnotify import Notifier
 
     assert isinstance(config, Config)
@@ -81,6 +82,7 @@ def _serve(config: object, source: object, *, tell_socket: bool) -> int:
     failures: dict[type[Exception], int] = {
         ConfigError: EX_CONFIG,
         BackendError: EX_CONFIG,
+        PeerAuthError: EX_CONFIG,
         DevicesUnavailable: EX_UNAVAILABLE,
         JournalError: EX_UNAVAILABLE,
         ListenError: EX_CANTCREAT,

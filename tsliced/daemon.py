@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import signal
 import socket
 import sys
@@ -16,7 +17,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tsliced.config import Config, ConfigSource, resolve_groups, visible_of
+from libtimeslice import __version__ as VERSION  # noqa: N812 - a constant
+from tsliced.config import (
+    Config,
+    ConfigSource,
+    PeerAddress,
+    listen_address,
+    peer_addresses,
+    resolve_groups,
+    shared_groups,
+    visible_of,
+)
 from tsliced.core.events import Started
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
@@ -38,6 +49,10 @@ from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.listening import Inheritance, inherit, listen
 from tsliced.net.operations import Operations
+from tsliced.net.peer_auth import load_credentials
+from tsliced.net.peer_link import Identity, new_incarnation
+from tsliced.net.peer_messages import FEATURES, Hello
+from tsliced.net.peers import Peers, listen_for_peers
 from tsliced.net.server import Server
 from tsliced.net.shares import Shares
 from tsliced.observe.details import Details
@@ -67,6 +82,16 @@ class _Base:
     backend: Backend
     sock: socket.socket
     inheritance: Inheritance
+    door: _Door | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Door:
+    """What links to other hosts are made with."""
+
+    identity: Identity
+    addresses: dict[HostName, PeerAddress]
+    listener: socket.socket
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +123,8 @@ class Daemon:
                 base = await self._open(stack)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             driver, server, reloader = await self._start(stack, tasks, base, stop.set)
+            if base.door is not None and server.peers is not None:
+                tasks.create_task(server.peers.run(base.door.listener), name="peers")
             for name, work in (
                 ("observe", driver.observe_for_ever(lambda: self.config.scan.interval_s)),
                 (
@@ -118,6 +145,8 @@ class Daemon:
             await stop.wait()
             self.notifier.send("STOPPING=1")
             server.close()
+            if server.peers is not None:
+                server.peers.close()
             driver.close()
             self.log.write("info", "stopped", {})
             self.log.flush()
@@ -163,6 +192,36 @@ class Daemon:
             backend=backend,
             sock=sock,
             inheritance=inheritance,
+            door=self._open_door(stack),
+        )
+
+    def _open_door(self, stack: contextlib.AsyncExitStack) -> _Door | None:
+        config, addresses = self.config, peer_addresses(self.config)
+        if config.peers.auth is None or not addresses:
+            return None
+        host, incarnation = HostName(config.daemon.host), new_incarnation()
+        identity = Identity(
+            host=host,
+            settings=config.peers,
+            credentials=load_credentials(config.peers, host),
+            hello=lambda other: self._hello(other, incarnation),
+            allowed=frozenset(addresses),
+        )
+        listener = listen_for_peers(listen_address(config))
+        stack.callback(listener.close)
+        return _Door(identity=identity, addresses=addresses, listener=listener)
+
+    def _hello(self, other: HostName, incarnation: str) -> Hello:
+        """Return what this daemon says of itself to another host, by what holds now."""
+        config = self.config
+        return Hello(
+            host=config.daemon.host,
+            incarnation=incarnation,
+            release=VERSION,
+            features=FEATURES,
+            cluster=config.daemon.cluster,
+            heartbeat_s=config.peers.heartbeat_s,
+            groups=shared_groups(config, other),
         )
 
     def _open_socket(self, stack: contextlib.AsyncExitStack) -> tuple[Inheritance, socket.socket]:
@@ -210,7 +269,7 @@ class Daemon:
         inventory = visible_of(all_devices, config.daemon.visible_devices)
         make_authority = partial(_authority, access=self._make_access(inventory))
         authority = make_authority(config, groups)
-        server = self._make_server(driver, authority, inventory, base.backend)
+        server = self._make_server(driver, authority, inventory, base)
         driver.clients = server
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
@@ -303,7 +362,7 @@ class Daemon:
         driver: Driver,
         authority: Authority,
         inventory: tuple[Device, ...],
-        backend: Backend,
+        base: _Base,
     ) -> Server:
         config, around = self.config, driver.around
         shares = Shares(
@@ -318,7 +377,7 @@ class Daemon:
             reserved_bytes=around.ledgers.host.promised,
         )
         details = Details(machine=driver.machine, status=status)
-        return Server(
+        server = Server(
             driver,
             config.limits.server,
             authority=authority,
@@ -329,6 +388,13 @@ class Daemon:
             shares=shares,
             vault=self.notifier,
         )
+        if (door := base.door) is not None:
+            server.peers = Peers(
+                door.identity, door.addresses, note=driver.note, status=status.status
+            )
+            status.peers = server.peers.shown
+            _warn_of_door(driver, door)
+        return server
 
     def _make_access(self, inventory: tuple[Device, ...]) -> DeviceAccess | None:
         mode = self.config.authority.device_cgroup
@@ -356,6 +422,8 @@ class Daemon:
             try:
                 self.config = await reloader.reload(self.config)
                 self._problem = ""
+                if reloader.server.peers is not None:
+                    reloader.server.peers.renew(peer_addresses(self.config))
             except ReloadRefused as exc:
                 reloader.driver.note("reload_refused", "error", reason=str(exc))
                 first = " ".join(str(exc).split())
@@ -406,6 +474,15 @@ def _warn_of(driver: Driver, devices: Devices | None) -> None:
         for text in device.warnings():
             reason = f"device {device.index}: {text}"
             driver.note("device", "warning", device=device.uuid, reason=reason)
+
+
+def _warn_of_door(driver: Driver, door: _Door) -> None:
+    """Tell if other machines cannot reach this daemon: a host's own name is often on loopback."""
+    where = door.listener.getsockname()[0]
+    far = [host for host, address in door.addresses.items() if not address.is_loopback]
+    if far and ipaddress.ip_address(where).is_loopback:
+        reason = f"{where} is reached by no other machine, {far[0]} for example: set peers.listen"
+        driver.note("peers", "warning", reason=reason)
 
 
 def _unlink(path: str) -> None:

@@ -17,8 +17,11 @@ from tsliced.config import (
     Problem,
     describe,
     hosts_of,
+    listen_address,
     load,
+    peer_addresses,
     resolve_groups,
+    shared_groups,
     user_config,
     user_defaults,
     visible_of,
@@ -492,7 +495,98 @@ EXAMPLES = {
     "cuda_library",
     "visible_devices",
     "barrier_timeout_s",
+    "auth",
+    "hosts",
+    "listen",
 }
+
+
+class TestPeers:
+    """Hosts, addresses, and what must agree."""
+
+    def test_without_a_section_there_are_no_links_though_groups_name_hosts(
+        self, main: Path
+    ) -> None:
+        config = load_text(main, '[groups.g]\ndevices = ["n1:0", "n2:0"]\n')
+        assert config.peers.auth is None
+
+    def test_hosts_are_linked_that_are_listed_or_share_a_group_and_no_others(
+        self, main: Path
+    ) -> None:
+        config = load_text(
+            main,
+            """
+            [daemon]
+            host = "n1"
+            [peers]
+            auth = "tls"
+            hosts = ["n1=10.0.0.1", "n4=10.0.0.4:99", "n5=[fe80::5]:98", "n6=fe80::6", "n7"]
+            port = 7000
+            [groups.a]
+            devices = ["0", "n2:0-3", "n4:0"]
+            [groups.b]
+            devices = ["n8:0", "n9:0"]
+            """,
+        )
+        assert {host: str(address) for host, address in peer_addresses(config).items()} == {
+            "n2": "n2:7000",
+            "n4": "10.0.0.4:99",
+            "n5": "[fe80::5]:98",
+            "n6": "[fe80::6]:7000",
+            "n7": "n7:7000",
+        }
+        assert str(listen_address(config)) == "10.0.0.1:7000"
+
+    def test_it_listens_where_it_is_told_else_where_others_look_for_it(self, main: Path) -> None:
+        text = '[daemon]\nhost = "n1"\n[peers]\nauth = "tls"\n'
+        assert listen_address(load_text(main, text)) == ("n1", 7423)
+        config = load_text(main, text + 'hosts = ["n1=10.0.0.1"]\nlisten = "0.0.0.0:1"\n')
+        assert listen_address(config) == ("0.0.0.0", 1)
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ('hosts = ["n2"]', 'peers.auth: say how hosts prove who they are: "tls" or "psk"'),
+            ('listen = "n2"', "peers.auth: say how hosts prove who they are"),
+            ('auth = "tls"\nhosts = ["n 2"]', "'n 2' names no host: write NAME, NAME=ADDRESS"),
+            ('auth = "tls"\nhosts = ["n2=a:0"]', "'a:0' is no address"),
+            ('auth = "tls"\nhosts = ["n2=a:65536"]', "'a:65536' is no address"),
+            ('auth = "tls"\nhosts = ["n2=[a]:1"]', "'[a]:1' is no IPv6 address"),
+            ('auth = "tls"\nhosts = ["n2", "n2=b"]', "n2 is listed twice"),
+            ('auth = "tls"\nlisten = ":1"', "peers.listen: ':1' is no address"),
+            ("suspect_s = 0.5", "peers.heartbeat_s: 1 s must be less than suspect_s, 0.5 s"),
+            ("lost_s = 2.0", "peers.suspect_s: 3 s must be less than lost_s, 2 s"),
+            ("reconnect_min_s = 9.0", "must be less than reconnect_max_s, 5 s"),
+            ('auth = "none"\nhosts = ["n2=10.0.0.2"]', 'peers.auth: "none" lets anybody in'),
+            ('auth = "none"\nlisten = "::"\nhosts = ["n2=::1"]', "who can reach [::]:7423"),
+            ('auth = "ssh"', "use one of tls, psk, none"),
+        ],
+    )
+    def test_a_mistake_is_named_with_its_key(self, main: Path, text: str, problem: str) -> None:
+        problems = problems_of(main, f'[daemon]\nhost = "n1"\n[peers]\n{text}\n')
+        assert [p for p in problems if problem in str(p)], problems
+
+    def test_none_is_for_loopback_or_whoever_insists(self, main: Path) -> None:
+        hosts = 'hosts = ["n1=127.0.0.1:1", "n2=localhost:2"]'
+        load_text(main, f'[daemon]\nhost = "n1"\n[peers]\nauth = "none"\n{hosts}\n')
+        load_text(main, '[peers]\nauth = "none"\ninsecure = true\nhosts = ["n2=10.0.0.2"]\n')
+
+    def test_groups_that_two_hosts_share_have_the_same_digest_on_both_if_they_are_the_same(
+        self, main: Path
+    ) -> None:
+        def shared(here: str, other: str, devices: str, more: str = "") -> dict[str, str]:
+            text = f'[daemon]\nhost = "{here}"\n[groups.g]\ndevices = {devices}\n{more}'
+            return shared_groups(load_text(main, text), HostName(other))
+
+        same = shared("n1", "n2", '["0", "n2:1"]')
+        assert same.keys() == {"g"}
+        assert shared("n2", "n1", '["1", "n1:0"]') == same
+        assert shared("n2", "n1", '["n1:0", "1"]') == same
+        assert shared("n2", "n1", '["n1:0", "n2:2"]') != same
+        assert shared("n2", "n1", '["n1:0", "1"]', 'users = ["bob"]\n') != same
+        assert shared("n2", "n1", '["n1:0", "1"]', "order = 1\n") != same
+        assert shared("n3", "n1", '["n1:0", "n2:1"]') == {}
+        assert shared("n1", "n3", '["n1:0", "n2:1"]') == {}
 
 
 class TestSample:

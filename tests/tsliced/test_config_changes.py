@@ -80,6 +80,8 @@ def test_the_sample_says_of_each_key_whether_it_needs_a_restart(tmp_path: Path) 
 OTHERS = {
     "backend": '"other"',
     "host": '"other"',
+    "hosts": '["other"]\nauth = "tls"',
+    "listen": '"other"\nauth = "tls"',
     "cluster": '"other"',
     "visible_devices": '"5"',
     "barrier_timeout_s": "1e6",

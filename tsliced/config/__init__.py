@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tsliced.config.groups import Inventory, hosts_of, resolve_groups, visible_of
 from tsliced.config.loading import DEFAULT_PATH, ConfigSource, describe, load
+from tsliced.config.peers import PeerAddress, listen_address, peer_addresses, shared_groups
 from tsliced.config.reader import ConfigError, Origin, Problem
 from tsliced.config.settings import (
     AuthoritySettings,
@@ -17,6 +18,7 @@ from tsliced.config.settings import (
     HistorySettings,
     Limits,
     MemorySettings,
+    PeerSettings,
     ScanSettings,
     ServerLimits,
 )
@@ -35,13 +37,18 @@ __all__ = [
     "Limits",
     "MemorySettings",
     "Origin",
+    "PeerAddress",
+    "PeerSettings",
     "Problem",
     "ScanSettings",
     "ServerLimits",
     "describe",
     "hosts_of",
+    "listen_address",
     "load",
+    "peer_addresses",
     "resolve_groups",
+    "shared_groups",
     "user_config",
     "user_defaults",
     "visible_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from tsliced.config.settings import Config
+from tsliced.config.settings import Config, PeerSettings
 
 #: Keys that are used when the daemon starts and never again.
 _AT_START: Final = {
@@ -24,6 +24,8 @@ _AT_START: Final = {
     "authority": ("device_cgroup", "clients"),
     "scan": ("nvml_timeout_s", "strangers"),
     "history": ("max_events", "max_bytes", "max_age_s", "max_pending_events"),
+    # Both sides of a link go by them from its first message on.
+    "peers": tuple(item.name for item in fields(PeerSettings)),
     "limits.core": ("block", "story"),
     "limits.server": ("backlog", "max_processes"),
 }
@@ -46,7 +48,7 @@ def without_restart(old: Config, new: Config) -> tuple[Config, tuple[str, ...]]:
     )
     sections = {
         name: keep(name, getattr(old, name), getattr(new, name))
-        for name in ("daemon", "authority", "scan", "history")
+        for name in ("daemon", "authority", "scan", "history", "peers")
     }
     return replace(new, limits=limits, **sections), tuple(waiting)
 
@@ -69,7 +71,7 @@ def changed_keys(old: Config, new: Config) -> tuple[str, ...]:
     return (*found, *(f"groups.{name}" for name in names))
 
 
-_SECTIONS: Final = ("daemon", "authority", "limits", "memory", "scan", "history")
+_SECTIONS: Final = ("daemon", "authority", "limits", "memory", "scan", "history", "peers")
 
 
 def _at(config: Config, path: str) -> Any:

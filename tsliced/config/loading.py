@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
+from tsliced.config.peers import check_peers
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
 from tsliced.config.settings import (
     CORE_ELSEWHERE,
@@ -22,6 +23,7 @@ from tsliced.config.settings import (
     HistorySettings,
     Limits,
     MemorySettings,
+    PeerSettings,
     ScanSettings,
     ServerLimits,
 )
@@ -36,6 +38,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
     "memory": MemorySettings,
     "scan": ScanSettings,
     "history": HistorySettings,
+    "peers": PeerSettings,
 }
 #: A group's name stands in role aliases ("a=n1,n2;b=n3"), labels and paths.
 _GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -189,6 +192,7 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
         if is_set and getattr(server, part) > getattr(server, whole):
             text = f"{getattr(server, part)} is more than {whole}, {getattr(server, whole)}"
             yield _problem(config, f"limits.{part}", text)
+    yield from check_peers(config)
     yield from check_overlaps(config)
     for group in config.groups:
         yield from check_barrier(config, group.name, count_ranks(config, group))

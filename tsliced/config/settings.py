@@ -194,6 +194,48 @@ class HistorySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings:
+    """``[peers]``: links to the daemons of other hosts. None without `auth`."""
+
+    #: How daemons prove to each other who they are. Left out: there are no links, and nothing
+    #: listens on TCP. ``none`` is for loopback, or with `insecure`.
+    auth: str | None = ruled(None, choices=("tls", "psk", "none"))
+    #: The hosts of the cluster: ``NAME``, ``NAME=ADDRESS`` or ``NAME=ADDRESS:PORT``. Hosts that
+    #: share a group with this one need not be listed if their names are their addresses.
+    hosts: tuple[str, ...] = ()
+    #: ``ADDRESS`` or ``ADDRESS:PORT``; left out: as `hosts` has it for this host.
+    listen: str | None = None
+    port: int = ruled(7423, most=65_535)
+    #: Let ``none`` reach beyond loopback.
+    insecure: bool = False
+    ca_file: str = ruled("/etc/tsliced/peers/ca.crt", **_PATH_RULE)
+    cert_file: str = ruled("/etc/tsliced/peers/host.crt", **_PATH_RULE)
+    key_file: str = ruled("/etc/tsliced/peers/host.key", **_PATH_RULE)
+    #: The key that all hosts share, for ``psk``.
+    secret_file: str = ruled("/etc/tsliced/peers/secret", **_PATH_RULE)
+    heartbeat_s: float = ruled(1.0, least=0.05)
+    #: Silence after which a host is suspected, ...
+    suspect_s: float = 3.0
+    #: ... and after which it is given up and its connection dropped.
+    lost_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    #: From a connection to both sides knowing each other.
+    greeting_timeout_s: float = 5.0
+    #: For an answer that waits for nothing but the other daemon.
+    answer_timeout_s: float = 5.0
+    #: Between two tries to connect, growing from the one to the other.
+    reconnect_min_s: float = ruled(0.2, least=0.01)
+    reconnect_max_s: float = 5.0
+    max_peer_frame_bytes: int = ruled(1 << 20, least=1 << 16, most=1 << 20)
+    #: A host that does not read what is sent to it loses its connection beyond this.
+    max_unsent_bytes: int = ruled(8 << 20, least=1 << 16)
+    #: Connections whose other side is not known yet.
+    max_greetings: int = ruled(64, most=4096)
+    #: Questions to one host that are not answered yet.
+    max_asks: int = ruled(64, most=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole configuration, checked. Two are equal if their values are."""
 
@@ -204,6 +246,7 @@ class Config:
     scan: ScanSettings = field(default_factory=ScanSettings)
     authority: AuthoritySettings = field(default_factory=AuthoritySettings)
     history: HistorySettings = field(default_factory=HistorySettings)
+    peers: PeerSettings = field(default_factory=PeerSettings)
     #: Sentences to be logged; each begins with its file and line.
     warnings: tuple[str, ...] = field(default=(), compare=False)
     #: The files that were read, in order.

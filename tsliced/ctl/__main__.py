@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from libtimeslice import __version__
 from libtimeslice.errors import TimeSliceError
-from tsliced.ctl import attach, events, lease, operate, rescue, run, show, status
+from tsliced.ctl import attach, cluster, events, lease, operate, rescue, run, show, status
 from tsliced.ctl.failures import DONE, SIGNALLED, CommandError, failure_from
 from tsliced.ctl.options import Commands
 from tsliced.ctl.output import print_json, say
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tslicectl {__version__}")
     commands = Commands(parser)
-    for family in (status, show, lease, run, attach, events, operate, rescue):
+    for family in (status, show, lease, run, attach, events, operate, rescue, cluster):
         family.add_commands(commands)
     return parser
 

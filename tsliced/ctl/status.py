@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from libtimeslice.connection import Connection
+from libtimeslice.errors import Refused, Unavailable
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, open_daemon
 from tsliced.ctl.failures import DONE
@@ -44,27 +46,57 @@ def add_commands(commands: Commands) -> None:
         type=positive_seconds,
         help="show it again and again, until Ctrl-C",
     )
+    status.add_argument(
+        "--all", action="store_true", help="of all hosts that this one's daemon has links to"
+    )
     status.set_defaults(call=show_status)
     ps = commands.add("ps", "list the processes that have a context on the devices")
     ps.set_defaults(call=show_ranks)
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """Prints one screen, or one JSON document, about the daemon; with ``--watch`` repeatedly."""
+    """Prints one screen, or one JSON document, about one daemon or all; maybe repeatedly."""
     watch: float | None = options.watch
     with open_daemon(options) as daemon:
         while True:
             status: Message = ask(daemon, "status")["status"]
+            others = _ask_others(daemon, status) if options.all else []
             if options.json:
-                print_json({"status": status})
+                print_json({"status": status, **({"hosts": others} if options.all else {})})
             else:
                 colour = use_colour(sys.stdout)
                 if watch and sys.stdout.isatty():
                     print(_CLEAR, end="")
-                print("\n".join(status_lines(status, colour=colour)), flush=True)
+                lines = status_lines(status, colour=colour)
+                for other in others:
+                    lines += other_lines(other, colour=colour)
+                print("\n".join(lines), flush=True)
             if watch is None:
                 return DONE
             time.sleep(watch)
+
+
+def _ask_others(daemon: Connection, status: Message) -> list[Message]:
+    """Returns what is known of each other host: where it stands, and its status if it answers."""
+    found: list[Message] = []
+    for peer in status.get("peers") or ():
+        other = {**peer, "status": None}
+        try:
+            other["status"] = ask(daemon, "status", host=peer["host"])["status"]
+        except (Refused, Unavailable) as error:
+            other["reason"] = error.message
+        found.append(other)
+    return found
+
+
+def other_lines(other: Message, *, colour: bool = False) -> list[str]:
+    """Returns the screen of another host, or the line that says why there is none."""
+    status: Message | None = other["status"]
+    if status is not None:
+        return ["", "", *status_lines({**status, "peers": []}, colour=colour)]
+    since = duration(other["since_s"])
+    text = f"{other['host']} is {other['state']} for {since}: {printable(other['reason'] or '-')}"
+    return ["", "", styled(text, _STYLE_OF_STATE.get(other["state"], "yellow"), colour=colour)]
 
 
 def show_ranks(options: argparse.Namespace) -> int:
@@ -96,7 +128,26 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
             lines.append(styled(text, _STYLE_OF_STATE.get(group["state"], "bold"), colour=colour))
     lines += _queue_lines(groups, colour=colour)
     lines += _job_lines(status["jobs"], colour=colour)
+    lines += _peer_lines(status.get("peers") or (), colour=colour)
     return lines
+
+
+def _peer_lines(peers: Sequence[Message], *, colour: bool) -> list[str]:
+    rows = [
+        [
+            peer["host"],
+            peer["state"],
+            duration(peer["since_s"]),
+            f"{1000 * peer['rtt_s']:.1f} ms" if peer["rtt_s"] is not None else NOTHING,
+            peer["address"],
+            printable(peer["reason"] or NOTHING),
+        ]
+        for peer in peers
+    ]
+    if not rows:
+        return []
+    header = ["HOST", "STATE", "SINCE", "RTT", "ADDRESS", "REASON"]
+    return ["", *table(header, rows, right=["SINCE", "RTT"], colour=colour)]
 
 
 def problem_lines(devices: Sequence[Message]) -> list[str]:

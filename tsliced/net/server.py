@@ -78,6 +78,7 @@ from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection, Peer, peer_of
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.operations import Operations
+from tsliced.net.peers import Peers, Unanswered
 from tsliced.net.reception import Reception
 from tsliced.net.replies import MESSAGES, job_message
 from tsliced.net.shares import Share, Shares
@@ -154,6 +155,8 @@ class Server:
         vault: Vault,
     ) -> None:
         self.limits = limits
+        #: Where other hosts are asked; None: there are no links.
+        self.peers: Peers | None = None
         self._driver = driver
         self._membership = membership
         self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
@@ -523,7 +526,20 @@ class Server:
             self._driver.post(SignOfLife(session=client.session))
 
     def _on_status(self, client: Client, request: StatusQuery) -> None:
-        self._send_whole(client, reply(request.id, status=self._status.status()))
+        host = request.host
+        if host is None or host == self._driver.machine.config.host:
+            self._send_whole(client, reply(request.id, status=self._status.status()))
+        elif self.peers is None:
+            text = f"there is no link to {host!r}: see [peers] in the configuration"
+            self._send(client, error_reply(request.id, "not_found", text))
+        else:
+            self.peers.ask_status(host, partial(self._send_status, client, request.id))
+
+    def _send_status(self, client: Client, request: int, found: Message | Unanswered) -> None:
+        if isinstance(found, Unanswered):
+            self._send(client, error_reply(request, found.code, found.text))
+        else:
+            self._send_whole(client, reply(request, status=found))
 
     def _on_ps(self, client: Client, request: PsQuery) -> None:
         self._send_whole(client, reply(request.id, ranks=self._status.ranks()))

@@ -49,6 +49,8 @@ class StatusPage:
     memory: HostMemory
     reserved_bytes: Callable[[], Mapping[str, int]]
     clock: Callable[[], float] = time.monotonic
+    #: Where the other hosts stand.
+    peers: Callable[[], list[Message]] = list
     _started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class StatusPage:
             "backend": self.backend,
             "groups": [self.group(group, now) for group in machine.config.groups],
             "jobs": self._all_jobs(now),
+            "peers": self.peers(),
             "sessions": len(machine.leasing.sessions),
             "memory": {
                 "available_bytes": self.memory.host_available_bytes(),

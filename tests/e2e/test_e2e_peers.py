@@ -1,0 +1,295 @@
+"""Daemons of several hosts: links, who is let in, and what is seen when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LIMIT_S, Host, MakeHost, Settings, until
+
+#: Short, but not so short that a busy machine is taken for a dead one.
+TIMES = {
+    "heartbeat_s": 0.2,
+    "suspect_s": 1.5,
+    "lost_s": 4.0,
+    "greeting_timeout_s": 4.0,
+    "reconnect_min_s": 0.05,
+    "reconnect_max_s": 0.5,
+}
+
+
+class Cluster:
+    """Where the hosts of a test are, and what they know each other by."""
+
+    def __init__(self, directory: Path, auth: str, *names: str) -> None:
+        self.auth = auth
+        self.directory = directory / "keys"
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.hosts = [f"{name}=127.0.0.1:{port}" for name, port in self.ports.items()]
+        if auth != "none":
+            self.init(self.directory)
+
+    def init(self, directory: Path) -> None:
+        """Makes keys, as an operator does."""
+        arguments = ["--hosts", ",".join(self.ports), "--dir", str(directory), "--auth", self.auth]
+        ctl("cluster", "init", *arguments)
+
+    def settings(self, name: str, *, keys: Path | None = None, **peers: object) -> Settings:
+        """Returns the configuration of a host."""
+        place = (keys or self.directory) / name / "peers"
+        files = {
+            "ca_file": "ca.crt",
+            "cert_file": "host.crt",
+            "key_file": "host.key",
+            "secret_file": "secret",
+        }
+        return {
+            "daemon": {"host": name},
+            "peers": {
+                "auth": self.auth,
+                "hosts": self.hosts,
+                **{key: str(place / file) for key, file in files.items()},
+                **TIMES,
+                **peers,
+            },
+        }
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of loopback that nobody has now."""
+    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in found]
+    for sock in found:
+        sock.close()
+    return ports
+
+
+def ctl(*arguments: str, **environment: str) -> str:
+    """Runs tslicectl and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tsliced.ctl", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def peer(host: Host, name: str) -> dict[str, Any]:
+    """Returns where another host stands for this one."""
+    found: dict[str, Any] = next(p for p in host.status()["peers"] if p["host"] == name)
+    return found
+
+
+def wait_for(host: Host, name: str, state: str) -> dict[str, Any]:
+    """Waits until another host is in a state, and returns where it stands."""
+    until(lambda: peer(host, name)["state"] == state, f"{name} is {state}")
+    return peer(host, name)
+
+
+def linked(make_host: MakeHost, cluster: Cluster) -> tuple[Host, Host]:
+    """Starts two hosts and waits for their link."""
+    n1 = make_host(settings=cluster.settings("n1"))
+    n2 = make_host(settings=cluster.settings("n2"))
+    wait_for(n1, "n2", "connected")
+    wait_for(n2, "n1", "connected")
+    return n1, n2
+
+
+def refusals(host: Host, code: str) -> list[str]:
+    """Returns the reasons of the refusals with a code that a host told of."""
+    return [e["reason"] for e in host.events("peer_refused") if e["code"] == code]
+
+
+@pytest.mark.parametrize("auth", ["tls", "psk", "none"])
+def test_a_host_that_dies_is_suspected_then_lost_and_known_when_it_is_back(
+    make_host: MakeHost, tmp_path: Path, auth: str
+) -> None:
+    n1, n2 = linked(make_host, Cluster(tmp_path, auth, "n1", "n2"))
+    before = peer(n1, "n2")
+    until(lambda: peer(n1, "n2")["rtt_s"] is not None, "a ping is answered")
+    assert abs(peer(n1, "n2")["clock_ahead_s"]) < 5, "both have the clock of this machine"
+
+    n2.kill_daemon()
+    wait_for(n1, "n2", "suspect")
+    lost = wait_for(n1, "n2", "lost")
+    assert "nothing was heard of it for" in lost["reason"]
+    n2.start_daemon()
+    after = wait_for(n1, "n2", "connected")
+    wait_for(n2, "n1", "connected")
+
+    assert after["incarnation"] != before["incarnation"]
+    kinds = [event["kind"] for event in n1.events("peer_up", "peer_suspect", "peer_lost")]
+    assert kinds == ["peer_up", "peer_suspect", "peer_lost", "peer_up"]
+    assert n1.events("peer_up")[-1]["restarted"] is True
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_host_that_hangs_is_lost_and_blames_nobody_when_it_goes_on(
+    make_host: MakeHost, tmp_path: Path, stopped: int
+) -> None:
+    hosts = linked(make_host, Cluster(tmp_path, "psk", "n1", "n2"))
+    names = ("n1", "n2")
+    hung, other = hosts[stopped], hosts[1 - stopped]
+    incarnation = peer(other, names[stopped])["incarnation"]
+    assert hung.daemon is not None
+    hung.daemon.send_signal(signal.SIGSTOP)
+    try:
+        wait_for(other, names[stopped], "lost")
+    finally:
+        hung.daemon.send_signal(signal.SIGCONT)
+    assert wait_for(other, names[stopped], "connected")["incarnation"] == incarnation
+    wait_for(hung, names[1 - stopped], "connected")
+    assert not hung.events("peer_lost")
+
+
+def test_one_host_shows_the_state_of_all_and_says_of_whom_it_knows_nothing(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "tls", "n1", "n2", "n3")
+    n1, n2 = linked(make_host, cluster)
+    wait_for(n1, "n3", "lost")
+    n2.trainer("job-of-n2")
+    for host, other in ((n1, "n2"), (n2, "n1")):
+        socket_path = str(host.socket)
+        shown = json.loads(ctl("status", "--all", "--json", TSLICE_SOCKET=socket_path))
+        by_name = {one["host"]: one for one in shown["hosts"]}
+        assert by_name[other]["status"]["host"] == other
+        assert by_name["n3"]["status"] is None
+        assert by_name["n3"]["state"] in ("awaited", "lost")
+        assert by_name["n3"]["reason"].startswith("n3 is ")
+    jobs = n1.ask("status", host="n2")["status"]["jobs"]
+    assert [job["job"]["id"] for job in jobs] == ["job-of-n2"]
+    text = ctl("status", "--all", TSLICE_SOCKET=str(n1.socket))
+    assert "tsliced" in text
+    assert "on n2, pid" in text
+    assert "n3 is lost for" in text
+
+
+def test_a_daemon_that_is_stopped_says_so(make_host: MakeHost, tmp_path: Path) -> None:
+    n1, n2 = linked(make_host, Cluster(tmp_path, "tls", "n1", "n2"))
+    assert n2.stop_daemon() == 0
+    until(lambda: n1.events("peer_suspect"), "n1 tells of it")
+    assert n1.events("peer_suspect")[0]["reason"] == "its daemon was stopped"
+
+
+@pytest.mark.parametrize(
+    ("auth", "reasons"),
+    [("psk", ("another key", "another key")), ("tls", ("certificate", "ended the handshake"))],
+)
+def test_a_host_with_another_key_is_refused_by_both(
+    make_host: MakeHost, tmp_path: Path, auth: str, reasons: tuple[str, str]
+) -> None:
+    cluster = Cluster(tmp_path, auth, "n1", "n2")
+    foreign = tmp_path / "foreign"
+    cluster.init(foreign)
+    n1 = make_host(settings=cluster.settings("n1"))
+    n2 = make_host(settings=cluster.settings("n2", keys=foreign))
+    until(lambda: refusals(n1, "auth"), "n1 tells of a refusal")
+    assert reasons[0] in refusals(n1, "auth")[0]
+    until(lambda: refusals(n2, "auth"), "n2 tells of a refusal")
+    assert reasons[1] in refusals(n2, "auth")[0]
+    assert peer(n1, "n2")["state"] in ("awaited", "lost")
+    assert peer(n2, "n1")["state"] in ("awaited", "lost")
+    assert not n1.events("peer_up")
+    assert not n2.events("peer_up")
+
+
+def test_a_host_that_is_not_listed_is_refused(make_host: MakeHost, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2", "n3")
+    n3 = make_host(settings=cluster.settings("n3", hosts=cluster.hosts[1:]))
+    n1 = make_host(settings=cluster.settings("n1"))
+    until(lambda: refusals(n3, "not_allowed"), "n3 refuses n1")
+    until(lambda: refusals(n1, "not_allowed"), "n1 is told")
+    assert "n1 is not among the hosts of n3" in peer(n1, "n3")["reason"]
+
+
+def test_hosts_that_do_not_agree_on_a_group_that_they_share_are_apart_until_they_do(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    shared: Settings = {"groups.both": {"devices": ["n1:0", "n2:0"], "users": ["1"]}}
+    other: Settings = {"groups.both": {"devices": ["n1:0", "n2:0-1"], "users": ["1"]}}
+    n1 = make_host(settings={**cluster.settings("n1"), **shared})
+    n2 = make_host(settings={**cluster.settings("n2"), **other})
+    until(lambda: refusals(n2, "config"), "n2 refuses n1")
+    assert "group both is not the same on n1 and n2" in peer(n1, "n2")["reason"]
+    assert "group both is not the same on n1 and n2" in peer(n2, "n1")["reason"]
+    n2.write_config(n2.config, {**cluster.settings("n2"), **shared})
+    assert n2.daemon is not None
+    n2.daemon.send_signal(signal.SIGHUP)
+    wait_for(n1, "n2", "connected")
+    # What they agreed on does not hold any more once one of them has read another configuration.
+    n2.write_config(n2.config, {**cluster.settings("n2"), **other})
+    n2.daemon.send_signal(signal.SIGHUP)
+    until(lambda: peer(n1, "n2")["state"] != "connected", "the link ends")
+
+
+def test_without_peers_nothing_listens_on_tcp(host: Host) -> None:
+    assert host.daemon is not None
+    assert host.status()["peers"] == []
+    assert tcp_sockets(host.daemon.pid) == []
+
+
+def test_with_peers_it_listens_where_it_is_told_and_nowhere_else(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    n2 = make_host(settings=cluster.settings("n2"))
+    assert n2.daemon is not None
+    assert tcp_sockets(n2.daemon.pid) == [f"0100007F:{cluster.ports['n2']:04X}"]
+
+
+def tcp_sockets(pid: int) -> list[str]:
+    """Returns the local addresses of the TCP sockets of a process, as the kernel writes them."""
+    links = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+    inodes = {os.readlink(link)[8:-1] for link in links if os.readlink(link).startswith("socket:")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes:
+                found.append(words[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("auth", "change", "status", "text"),
+    [
+        ("tls", {"daemon.host": "n3"}, 78, "is a certificate for n1, and this host is n3"),
+        ("tls", {"peers.key_file": "/nowhere"}, 78, "/nowhere cannot be read"),
+        ("psk", {"peers.secret_file": "/etc/passwd"}, 78, "is open to others"),
+        ("psk", {"peers.listen": "192.0.2.1"}, 73, "cannot listen for other hosts"),
+    ],
+)
+def test_a_daemon_that_others_could_not_know_does_not_start_and_says_why(
+    softcuda_build: Path, tmp_path: Path, auth: str, change: dict[str, str], status: int, text: str
+) -> None:
+    cluster = Cluster(tmp_path, auth, "n1", "n2")
+    settings = {name: dict(section) for name, section in cluster.settings("n1").items()}
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        settings[section][name] = value
+    host = Host(softcuda_build, settings=settings)
+    try:
+        host.write_config(host.config, settings)
+        done = subprocess.run(
+            [sys.executable, "-m", "tsliced", "--config", str(host.config)],
+            env=host.variables(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == status, done.stderr
+        assert text in done.stderr
+    finally:
+        host.close()

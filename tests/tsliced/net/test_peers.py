@@ -1,0 +1,498 @@
+"""Links over real sockets: two sides of one process, what is between them, and who is not meant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import uvloop
+from in_process import LIMIT_S, until
+
+from libtimeslice.protocol import Message
+from tsliced.config import PeerAddress, PeerSettings
+from tsliced.core.model import HostName
+from tsliced.net.listening import ListenError
+from tsliced.net.peer_auth import Credentials, Exchange
+from tsliced.net.peer_link import Identity
+from tsliced.net.peer_messages import (
+    NONCE_BYTES,
+    PEER_VERSION,
+    Answer,
+    Ask,
+    Bye,
+    Challenge,
+    Frames,
+    Greeting,
+    Hello,
+    PeerMessage,
+    Ping,
+    Proof,
+    Refusal,
+)
+from tsliced.net.peers import Peers, Unanswered, listen_for_peers
+
+SECRET = b"a key that both hosts have: 32 bytes."
+SETTINGS = PeerSettings(
+    auth="psk",
+    heartbeat_s=0.1,
+    suspect_s=5.0,
+    lost_s=10.0,
+    greeting_timeout_s=0.5,
+    reconnect_min_s=0.01,
+    reconnect_max_s=0.1,
+    max_greetings=3,
+)
+N1, N2 = HostName("n1"), HostName("n2")
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Awaitable[None]], None]]:
+    factory = uvloop.new_event_loop if request.param == "uvloop" else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+
+        async def limited(work: Awaitable[None]) -> None:
+            async with asyncio.timeout(LIMIT_S):
+                await work
+
+        yield lambda work: runner.run(limited(work))
+
+
+Run = Callable[[Awaitable[None]], None]
+
+
+@dataclass
+class Side:
+    """One daemon's links, and what it told of them."""
+
+    host: HostName
+    settings: PeerSettings = SETTINGS
+    secret: bytes = SECRET
+    status: Callable[[], Message] = dict
+    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
+        self.notes.append((kind, {"level": level, **facts}))
+
+    def hello(self, _other: HostName) -> Hello:
+        return Hello(
+            host=self.host,
+            incarnation=f"{self.host}/1",
+            release="0",
+            features=(),
+            cluster="",
+            heartbeat_s=self.settings.heartbeat_s,
+            groups={},
+        )
+
+    @contextlib.asynccontextmanager
+    async def serve(self, **others: PeerAddress) -> AsyncIterator[tuple[Peers, PeerAddress]]:
+        addresses = {HostName(name): address for name, address in others.items()}
+        identity = Identity(
+            host=self.host,
+            settings=self.settings,
+            credentials=Credentials(auth="psk", secret=self.secret),
+            hello=self.hello,
+            allowed=frozenset(addresses),
+        )
+        peers = Peers(identity, addresses, note=self.note, status=self.status)
+        listener = listen_for_peers(PeerAddress("127.0.0.1", 0))
+        task = asyncio.create_task(peers.run(listener))
+        try:
+            yield peers, PeerAddress(*listener.getsockname()[:2])
+        finally:
+            peers.close()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            listener.close()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self.notes if name == kind]
+
+
+NOBODY = PeerAddress("127.0.0.1", 1)
+
+
+def state(peers: Peers) -> str:
+    return str(peers.shown()[0]["state"])
+
+
+async def ask(peers: Peers, host: str) -> Message | Unanswered:
+    answer: asyncio.Future[Message | Unanswered] = asyncio.get_running_loop().create_future()
+    peers.ask_status(host, answer.set_result)
+    return await answer
+
+
+class Raw:
+    """Somebody who speaks to a daemon as a test wants it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.frames = Frames(max_bytes=1 << 20)
+        self.reader, self.writer = reader, writer
+        self.sent: list[bytes] = []
+
+    def send(self, message: PeerMessage) -> None:
+        frame = self.frames.encode(message)
+        self.sent.append(frame)
+        self.writer.write(frame)
+
+    async def receive(self) -> PeerMessage:
+        length = self.frames.length_untrusted(await self.reader.readexactly(4))
+        return self.frames.decode_untrusted(await self.reader.readexactly(length))
+
+    async def refusal(self) -> Refusal:
+        while not isinstance(message := await self.receive(), Refusal):
+            pass
+        return message
+
+    async def greet(self, *, secret: bytes = SECRET, nonce: bytes = b"", to: str = "n2") -> Frames:
+        """Goes through the greeting as n1, up to the keys."""
+        nonce = nonce or secrets.token_bytes(NONCE_BYTES)
+        self.send(Greeting(version=PEER_VERSION, auth="psk", host="n1", to=to, nonce=nonce))
+        challenge = await self.receive()
+        assert isinstance(challenge, Challenge)
+        exchange = Exchange(
+            secret=secret,
+            dialer="n1",
+            acceptor="n2",
+            dialer_nonce=nonce,
+            acceptor_nonce=challenge.nonce,
+        )
+        self.send(Proof(proof=exchange.proof_of_dialer()))
+        self.frames.use_keys(sending=exchange.key_of_dialer(), receiving=exchange.key_of_acceptor())
+        return self.frames
+
+
+@contextlib.asynccontextmanager
+async def stranger(address: PeerAddress) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def test_two_hosts_make_one_link_and_answer_each_other(run: Run) -> None:
+    async def story() -> None:
+        one = Side(N1, status=lambda: {"host": "n1"})
+        two = Side(N2, status=lambda: {"host": "n2"})
+        async with (
+            two.serve(n1=NOBODY) as (peers2, address2),
+            one.serve(n2=address2) as (peers1, _),
+        ):
+            await until(lambda: state(peers1) == state(peers2) == "connected", "a link")
+            assert await ask(peers1, "n2") == {"host": "n2"}
+            assert await ask(peers2, "n1") == {"host": "n1"}
+            unknown = await ask(peers1, "n9")
+            assert isinstance(unknown, Unanswered)
+            assert unknown.code == "not_found"
+            await until(lambda: peers1.shown()[0]["rtt_s"] is not None, "a ping is answered")
+        assert [len(side.told("peer_up")) for side in (one, two)] == [1, 1]
+
+    run(story())
+
+
+def test_an_answer_that_is_too_large_is_an_error_and_the_link_stays(run: Run) -> None:
+    async def story() -> None:
+        large: Message = {"x": "y" * (1 << 20)}
+        one, two = Side(N1), Side(N2, status=lambda: large)
+        async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: state(peers) == "connected", "a link")
+            for _ in range(2):
+                answer = await ask(peers, "n2")
+                assert isinstance(answer, Unanswered)
+                assert "limit" in answer.text
+            assert state(peers) == "connected"
+
+    run(story())
+
+
+def test_questions_have_a_limit_in_number_and_time_and_end_with_the_link(run: Run) -> None:
+    async def story() -> None:
+        settings = replace(SETTINGS, answer_timeout_s=0.2, max_asks=2)
+        side = Side(N2, settings=settings)
+        async with side.serve(n1=NOBODY) as (peers, address), stranger(address) as raw:
+            await raw.greet()
+            raw.send(Side(N1).hello(N2))
+            await until(lambda: state(peers) == "connected", "a link")
+            answers: list[Message | Unanswered] = []
+            for _ in range(3):
+                peers.ask_status("n1", answers.append)
+            assert [a.code for a in answers if isinstance(a, Unanswered)] == ["would_exceed_limit"]
+            await until(lambda: len(answers) == 3, "the others are given up")
+            assert {a.code for a in answers[1:] if isinstance(a, Unanswered)} == {"unavailable"}
+            peers.ask_status("n1", answers.append)
+            raw.send(Bye())
+            await until(lambda: len(answers) == 4, "the link ends")
+            last = answers[3]
+            assert isinstance(last, Unanswered)
+            assert "its daemon was stopped" in last.text
+
+    run(story())
+
+
+async def _wrong_key(raw: Raw) -> None:
+    await raw.greet(secret=b"another key, and it has 32 bytes.")
+
+
+async def _wrong_host(raw: Raw) -> None:
+    raw.send(Greeting(version=PEER_VERSION, auth="psk", host="n1", to="n7", nonce=b"n" * 32))
+
+
+async def _not_listed(raw: Raw) -> None:
+    raw.send(Greeting(version=PEER_VERSION, auth="psk", host="n0", to="n2", nonce=b"n" * 32))
+
+
+async def _version(raw: Raw) -> None:
+    raw.send(Greeting(version=(9, 0), auth="psk", host="n1", to="n2", nonce=b"n" * 32))
+
+
+async def _no_proof(raw: Raw) -> None:
+    raw.send(Greeting(version=PEER_VERSION, auth="psk", host="n1", to="n2", nonce=b"n" * 32))
+    await raw.receive()
+    raw.send(Side(N1).hello(N2))
+
+
+async def _garbage(raw: Raw) -> None:
+    raw.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+
+
+async def _oversized(raw: Raw) -> None:
+    raw.writer.write((1 << 24).to_bytes(4, "big"))
+
+
+async def _tls(raw: Raw) -> None:
+    raw.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+
+
+async def _other_host(raw: Raw) -> None:
+    await raw.greet()
+    raw.send(replace(Side(N1).hello(N2), host="n0"))
+
+
+async def _out_of_turn(raw: Raw) -> None:
+    await raw.greet()
+    raw.send(Ask(id=1, what="status"))
+
+
+@pytest.mark.parametrize(
+    ("attack", "code"),
+    [
+        (_wrong_key, "auth"),
+        (_wrong_host, "wrong_host"),
+        (_not_listed, "not_allowed"),
+        (_version, "version"),
+        (_no_proof, "bad_message"),
+        (_garbage, "bad_frame"),
+        (_oversized, "bad_frame"),
+        (_tls, "auth"),
+        (_other_host, "auth"),
+        (_out_of_turn, "bad_message"),
+    ],
+)
+def test_who_is_not_meant_is_refused_before_it_learns_anything(
+    run: Run, attack: Callable[[Raw], Awaitable[None]], code: str
+) -> None:
+    async def story() -> None:
+        side = Side(N2)
+        async with side.serve(n1=NOBODY) as (peers, address):
+            async with stranger(address) as raw:
+                await attack(raw)
+                await until(lambda: side.told("peer_refused"), "it is told")
+                assert side.told("peer_refused")[0]["code"] == code
+                with contextlib.suppress(OSError):
+                    await raw.reader.read()  # ends when the connection does
+            assert state(peers) == "awaited"
+            assert not side.told("peer_up")
+
+    run(story())
+
+
+def test_a_greeting_that_was_recorded_opens_nothing(run: Run) -> None:
+    async def story() -> None:
+        side = Side(N2)
+        async with side.serve(n1=NOBODY) as (peers, address):
+            async with stranger(address) as first:
+                await first.greet()
+                first.send(Side(N1).hello(N2))
+                await until(lambda: state(peers) == "connected", "a link")
+            await until(lambda: state(peers) == "suspect", "it ended")
+            async with stranger(address) as raw:
+                for frame in first.sent:
+                    raw.writer.write(frame)
+                await until(lambda: side.told("peer_refused"), "the same again is refused")
+            assert side.told("peer_refused")[0]["code"] == "auth"
+            assert len(side.told("peer_up")) == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize("how", ["changed", "repeated", "left out"])
+def test_frames_that_are_meddled_with_end_the_link_and_it_is_made_anew(run: Run, how: str) -> None:
+    async def story() -> None:
+        one, two = Side(N1), Side(N2)
+        meddled = asyncio.Event()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Carries frames, and meddles with one after the greeting and the hello."""
+            number = 0
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                while True:
+                    header = await reader.readexactly(4)
+                    frame = header + await reader.readexactly(int.from_bytes(header, "big"))
+                    number += 1
+                    if number == 5 and not meddled.is_set():
+                        meddled.set()
+                        changed = frame[:-1] + bytes([frame[-1] ^ 1])
+                        frame = {"changed": changed, "repeated": frame * 2, "left out": b""}[how]
+                    writer.write(frame)
+            writer.close()
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other_reader, other_writer = await asyncio.open_connection(*address)
+            await asyncio.gather(carry(reader, other_writer), carry_back(other_reader, writer))
+
+        async def carry_back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+            writer.close()
+
+        async with two.serve(n1=NOBODY) as (peers2, address):
+            proxy = await asyncio.start_server(between, "127.0.0.1", 0)
+            way = PeerAddress(*proxy.sockets[0].getsockname()[:2])
+            async with one.serve(n2=way) as (peers1, _):
+                await until(lambda: len(two.told("peer_up")) == 2, "the link is made anew")
+                await until(lambda: state(peers1) == state(peers2) == "connected", "it is up")
+                refused = two.told("peer_refused")
+                assert [facts["code"] for facts in refused] == ["bad_tag"]
+            proxy.close()
+            await until(lambda: state(peers2) == "suspect", "all has ended")
+            await asyncio.sleep(0)
+
+    run(story())
+
+
+def test_a_host_that_gets_its_own_words_back_is_not_connected(run: Run) -> None:
+    async def story() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+            writer.close()
+
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        side = Side(N1)
+        where = PeerAddress(*server.sockets[0].getsockname()[:2])
+        async with side.serve(n2=where) as (peers, _):
+            await until(lambda: side.told("peer_refused"), "it is refused")
+            assert side.told("peer_refused")[0]["code"] == "bad_message"
+            assert state(peers) == "awaited"
+        server.close()
+        await server.wait_closed()
+
+    run(story())
+
+
+def test_who_says_nothing_is_dropped_in_time_and_cannot_keep_the_host_that_is_meant_out(
+    run: Run,
+) -> None:
+    async def story() -> None:
+        one, two = Side(N1), Side(N2)
+        async with contextlib.AsyncExitStack() as stack:
+            peers2, address = await stack.enter_async_context(two.serve(n1=NOBODY))
+            silent = [await stack.enter_async_context(stranger(address)) for _ in range(3)]
+            for raw in silent:
+                raw.writer.write(b"\x00\x00")
+            await asyncio.sleep(0)
+            late = await stack.enter_async_context(stranger(address))
+            assert await late.reader.read() == b"", "there are too many already"
+            assert [facts["code"] for facts in two.told("peer_refused")] == ["too_many"]
+            for raw in silent:
+                assert await raw.reader.read() == b"", "dropped after greeting_timeout_s"
+            await stack.enter_async_context(one.serve(n2=address))
+            await until(lambda: state(peers2) == "connected", "n1 is let in")
+
+    run(story())
+
+
+def test_the_same_refusal_is_told_once_however_often_it_is_earned(run: Run) -> None:
+    async def story() -> None:
+        side = Side(N2)
+        async with side.serve(n1=NOBODY) as (_, address):
+            for _ in range(20):
+                async with stranger(address) as raw:
+                    await _not_listed(raw)
+                    assert (await raw.refusal()).code == "not_allowed"
+            assert len(side.told("peer_refused")) == 1
+
+    run(story())
+
+
+def test_a_host_that_connects_again_takes_the_place_of_its_old_connection(run: Run) -> None:
+    async def story() -> None:
+        side = Side(N2)
+        async with (
+            side.serve(n1=NOBODY) as (peers, address),
+            stranger(address) as old,
+            stranger(address) as new,
+        ):
+            await old.greet()
+            old.send(Side(N1).hello(N2))
+            await until(lambda: state(peers) == "connected", "a link")
+            await new.greet()
+            new.send(Side(N1).hello(N2))
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+                while True:
+                    await old.receive()
+            while not isinstance(await new.receive(), Ping):
+                pass
+            assert state(peers) == "connected"
+
+    run(story())
+
+
+def test_a_host_that_does_not_read_loses_its_connection(run: Run) -> None:
+    async def story() -> None:
+        large: Message = {"x": "y" * 900_000}
+        settings = replace(SETTINGS, max_unsent_bytes=1 << 16)
+        side = Side(N2, settings=settings, status=lambda: large)
+        async with side.serve(n1=NOBODY) as (peers, address), stranger(address) as raw:
+            await raw.greet()
+            raw.send(Side(N1).hello(N2))
+            await until(lambda: state(peers) == "connected", "a link")
+            for number in range(1, 60):
+                raw.send(Ask(id=number, what="status"))
+            await until(lambda: state(peers) == "suspect", "it is dropped")
+            assert "has not read" in str(side.told("peer_suspect")[0]["reason"])
+
+    run(story())
+
+
+def test_a_question_of_a_later_version_is_answered_with_an_error(run: Run) -> None:
+    async def story() -> None:
+        side = Side(N2)
+        async with side.serve(n1=NOBODY) as (_, address), stranger(address) as raw:
+            await raw.greet()
+            raw.send(Side(N1).hello(N2))
+            raw.send(Ask(id=5, what="weather"))
+            while not isinstance(message := await raw.receive(), Answer):
+                pass
+            assert (message.id, message.body) == (5, None)
+            assert message.error == "this host knows nothing of 'weather'"
+
+    run(story())
+
+
+def test_an_address_that_cannot_be_had_is_said_with_the_key_to_change() -> None:
+    with pytest.raises(
+        ListenError, match=r"cannot listen for other hosts at 192\.0\.2\.1:1.*listen"
+    ):
+        listen_for_peers(PeerAddress("192.0.2.1", 1))

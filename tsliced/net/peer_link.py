@@ -1,0 +1,297 @@
+"""One connection to the daemon of another host: made, both sides known, then messages.
+
+Of two hosts the one whose name comes first connects, so that there is one connection for each pair,
+whoever starts first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from tsliced.config import PeerAddress, PeerSettings
+from tsliced.core.model import HostName
+from tsliced.net.peer_auth import Credentials, Exchange, check_certificate
+from tsliced.net.peer_messages import (
+    NONCE_BYTES,
+    PEER_VERSION,
+    Bye,
+    Challenge,
+    Frames,
+    Greeting,
+    Hello,
+    PeerMessage,
+    PeerRefused,
+    Proof,
+    Refusal,
+    Welcome,
+    check_agreement,
+    check_greeting,
+)
+
+
+class PeerGone(Exception):  # noqa: N818 - as PeerRefused
+    """The connection cannot be made, or ended; the text says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this daemon is to others, and what it goes by."""
+
+    host: HostName
+    settings: PeerSettings
+    credentials: Credentials
+    #: What to say to a host.
+    hello: Callable[[HostName], Hello]
+    allowed: frozenset[str]
+
+
+def new_incarnation() -> str:
+    """Return what tells this run of the daemon from all others on this host."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{time.clock_gettime_ns(time.CLOCK_BOOTTIME)}"
+
+
+class Link:
+    """A connection. Belongs to the event loop; close it."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        settings: PeerSettings,
+    ) -> None:
+        self.frames = Frames(max_bytes=settings.max_peer_frame_bytes)
+        self._reader = reader
+        self._writer = writer
+        self._most_unsent = settings.max_unsent_bytes
+        #: Why this side ended it.
+        self._dropped = ""
+        set_options(writer.get_extra_info("socket"), settings)
+
+    @property
+    def address(self) -> str:
+        """Where the other side is."""
+        name = self._writer.get_extra_info("peername")
+        return f"{name[0]}:{name[1]}" if name else "unknown"
+
+    def check_certificate(self, host: str) -> None:
+        """With TLS: raise `PeerRefused` if the other side is not this host."""
+        if (session := self._writer.get_extra_info("ssl_object")) is not None:
+            check_certificate(session.getpeercert(), host)
+
+    def send(self, message: PeerMessage) -> None:
+        """Send a message; a side that does not read loses its connection.
+
+        Raises `PeerRefused` (``too_large``), and then nothing is sent.
+        """
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        frame = self.frames.encode(message)
+        if transport.get_write_buffer_size() > self._most_unsent:
+            self.drop(f"it has not read {self._most_unsent} bytes that were sent to it")
+            return
+        self._writer.write(frame)
+
+    async def receive(self) -> PeerMessage:
+        """Return the next message. Raises `PeerGone` or `PeerRefused`."""
+        try:
+            header = await self._reader.readexactly(4)
+            data = await self._reader.readexactly(self.frames.length_untrusted(header))
+        except ssl.SSLError as exc:
+            raise _refused_by_tls(exc) from exc
+        except (OSError, asyncio.IncompleteReadError) as exc:
+            # What this side did is the better reason.
+            text = self._dropped or (exc.strerror if isinstance(exc, OSError) else None)
+            raise PeerGone(text or "it closed the connection") from exc
+        if self._dropped:
+            raise PeerGone(self._dropped)
+        return self.frames.decode_untrusted(data)
+
+    async def expect(self, kind: type[PeerMessage]) -> PeerMessage:
+        """Return the next message, which must be of one kind; a refusal is raised."""
+        message = await self.receive()
+        if isinstance(message, Refusal):
+            raise PeerRefused(message.code, message.text, told=True)
+        if not isinstance(message, kind):
+            raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
+        return message
+
+    def refuse(self, refusal: PeerRefused) -> None:
+        """Say why this side does not go on, unless it was the other one; then close."""
+        if not refusal.told:
+            self.send(Refusal(code=refusal.code, text=_printable(str(refusal))))
+        self.close()
+
+    def leave(self) -> None:
+        """Say that this daemon ends; then close."""
+        self.send(Bye())
+        self.close()
+
+    def close(self) -> None:
+        """Close after what was sent; the kernel gives up on that in time: see `set_options`."""
+        self._writer.close()
+
+    def drop(self, reason: str) -> None:
+        """End it at once."""
+        self._dropped = reason
+        self._writer.transport.abort()
+
+
+def set_options(sock: socket.socket, settings: PeerSettings) -> None:
+    """Have the kernel send at once, and give up when the other side is LOST too."""
+    with suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.lost_s * 1000))
+
+
+async def dial(identity: Identity, host: HostName, where: PeerAddress) -> tuple[Link, Hello]:
+    """Connect to a host; return the link and what the host said of itself.
+
+    Raises `PeerGone` or `PeerRefused`.
+    """
+    settings, context = identity.settings, identity.credentials.dialing
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            reader, writer = await asyncio.open_connection(where.address, where.port, ssl=context)
+    except TimeoutError as exc:
+        limit_s = settings.connect_timeout_s
+        raise PeerGone(f"{where} did not take a connection within {limit_s:g} s") from exc
+    except ssl.SSLError as exc:
+        raise _refused_by_tls(exc) from exc
+    except OSError as exc:
+        raise PeerGone(f"{where}: {exc.strerror or exc}") from exc
+    link = Link(reader, writer, settings)
+    async with _limited(link, settings, f"{where} did not answer as a daemon"):
+        link.check_certificate(host)
+        return link, await _introduce(link, identity, host)
+
+
+async def _introduce(link: Link, identity: Identity, host: HostName) -> Hello:
+    """Say who this is, as the side that connected."""
+    credentials, nonce = identity.credentials, secrets.token_bytes(NONCE_BYTES)
+    link.send(
+        Greeting(
+            version=PEER_VERSION, auth=credentials.auth, host=identity.host, to=host, nonce=nonce
+        )
+    )
+    if credentials.auth == "psk":
+        challenge = await link.expect(Challenge)
+        assert isinstance(challenge, Challenge)
+        exchange = Exchange(
+            secret=credentials.secret,
+            dialer=identity.host,
+            acceptor=host,
+            dialer_nonce=nonce,
+            acceptor_nonce=challenge.nonce,
+        )
+        exchange.check(challenge.proof, exchange.proof_of_acceptor(), host)
+        link.send(Proof(proof=exchange.proof_of_dialer()))
+        link.frames.use_keys(sending=exchange.key_of_dialer(), receiving=exchange.key_of_acceptor())
+    ours = identity.hello(host)
+    link.send(ours)
+    welcome = await link.expect(Welcome)
+    assert isinstance(welcome, Welcome)
+    _check_hello(ours, welcome.hello, host, identity.settings)
+    return welcome.hello
+
+
+async def receive_link(identity: Identity, sock: socket.socket) -> tuple[Link, Hello]:
+    """Find out who connected, and that it may; return the link and what it said of itself.
+
+    Raises `PeerGone` or `PeerRefused`. The socket is closed then.
+    """
+    loop, settings = asyncio.get_running_loop(), identity.settings
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    context = identity.credentials.accepting
+    limit_s = settings.greeting_timeout_s if context is not None else None
+    try:
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, sock, ssl=context, ssl_handshake_timeout=limit_s
+        )
+    except ssl.SSLError as exc:
+        raise _refused_by_tls(exc) from exc
+    except OSError as exc:
+        # asyncio sends no TLS alert when it refuses a certificate, so this is all that is seen.
+        text = "TLS: it ended the handshake; it may not accept the certificate of this host"
+        raise PeerRefused("auth", text) from exc
+    link = Link(reader, asyncio.StreamWriter(transport, protocol, reader, loop), settings)
+    async with _limited(link, settings, "it did not say who it is"):
+        return link, await _receive(link, identity)
+
+
+async def _receive(link: Link, identity: Identity) -> Hello:
+    """Hear who it is, as the side that was connected to."""
+    credentials = identity.credentials
+    greeting = await link.expect(Greeting)
+    assert isinstance(greeting, Greeting)
+    allowed = identity.allowed
+    check_greeting(greeting, host=identity.host, auth=credentials.auth, allowed=allowed)
+    link.check_certificate(greeting.host)
+    host = HostName(greeting.host)
+    if credentials.auth == "psk":
+        exchange = Exchange(
+            secret=credentials.secret,
+            dialer=host,
+            acceptor=identity.host,
+            dialer_nonce=greeting.nonce,
+            acceptor_nonce=secrets.token_bytes(NONCE_BYTES),
+        )
+        proof = exchange.proof_of_acceptor()
+        link.send(Challenge(nonce=exchange.acceptor_nonce, proof=proof))
+        answer = await link.expect(Proof)
+        assert isinstance(answer, Proof)
+        exchange.check(answer.proof, exchange.proof_of_dialer(), host)
+        link.frames.use_keys(sending=exchange.key_of_acceptor(), receiving=exchange.key_of_dialer())
+    try:
+        theirs = await link.expect(Hello)
+        assert isinstance(theirs, Hello)
+        ours = identity.hello(host)
+        _check_hello(ours, theirs, host, identity.settings)
+    except PeerRefused as exc:
+        exc.host = host
+        raise
+    link.send(Welcome(hello=ours))
+    return theirs
+
+
+def _check_hello(ours: Hello, theirs: Hello, host: HostName, settings: PeerSettings) -> None:
+    if theirs.host != host:
+        raise PeerRefused("auth", f"it said that it is {host}, and then {theirs.host}")
+    check_agreement(ours, theirs, suspect_s=settings.suspect_s)
+
+
+@asynccontextmanager
+async def _limited(link: Link, settings: PeerSettings, what: str) -> AsyncIterator[None]:
+    """Give both sides a limited time to know each other, and close the link if they do not."""
+    limit_s = settings.greeting_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as exc:
+        link.drop("")
+        raise PeerGone(f"{what} within {limit_s:g} s") from exc
+    except PeerRefused as exc:
+        link.refuse(exc)
+        raise
+    except BaseException:
+        link.drop("")
+        raise
+
+
+def _refused_by_tls(error: ssl.SSLError) -> PeerRefused:
+    reason = getattr(error, "verify_message", None) or error.reason or str(error)
+    return PeerRefused("auth", f"TLS: {_printable(reason).lower().replace('_', ' ')}")
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)[:1000] or "no reason"
