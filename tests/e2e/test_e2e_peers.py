@@ -71,8 +71,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def ctl(*arguments: str, **environment: str) -> str:
-    """Runs tslicectl and returns what it prints."""
+def ctl(*arguments: str, status: int = 0, **environment: str) -> str:
+    """Runs tslicectl, which must end with a status, and returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "tsliced.ctl", *arguments],
         env={**os.environ, **environment},
@@ -80,7 +80,7 @@ def ctl(*arguments: str, **environment: str) -> str:
         text=True,
         timeout=LIMIT_S,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -117,6 +117,7 @@ def test_a_host_that_dies_is_suspected_then_lost_and_known_when_it_is_back(
     n1, n2 = linked(make_host, Cluster(tmp_path, auth, "n1", "n2"))
     before = peer(n1, "n2")
     until(lambda: peer(n1, "n2")["rtt_s"] is not None, "a ping is answered")
+    ctl("cluster", "check", TSLICE_SOCKET=str(n1.socket))
     assert abs(peer(n1, "n2")["clock_ahead_s"]) < 5, "both have the clock of this machine"
 
     n2.kill_daemon()
@@ -211,6 +212,9 @@ def test_a_host_that_is_not_listed_is_refused(make_host: MakeHost, tmp_path: Pat
     until(lambda: refusals(n3, "not_allowed"), "n3 refuses n1")
     until(lambda: refusals(n1, "not_allowed"), "n1 is told")
     assert "n1 is not among the hosts of n3" in peer(n1, "n3")["reason"]
+    found = ctl("cluster", "check", status=1, TSLICE_SOCKET=str(n1.socket))
+    assert "n1 is not among the hosts of n3" in found
+    assert [line.split()[0] for line in found.splitlines()] == ["HOST", "n2", "n3"]
 
 
 def test_hosts_that_do_not_agree_on_a_group_that_they_share_are_apart_until_they_do(

@@ -1,4 +1,4 @@
-"""`tslicectl cluster init`: makes what the daemons of several hosts know each other by."""
+"""`tslicectl cluster`: what daemons of several hosts know each other by, and whether they do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tsliced.ctl.failures import BUSY, DONE, FAILED, CommandError
+from libtimeslice.protocol import Message
+from tsliced.ctl.calls import ask, open_daemon
+from tsliced.ctl.failures import BUSY, DONE, FAILED, NOT_FOUND, USAGE, CommandError
 from tsliced.ctl.options import Commands, text
-from tsliced.ctl.output import print_json
+from tsliced.ctl.output import NOTHING, duration, print_json, printable, table
 
 _DESCRIPTION = """\
-Makes a directory for each host: keys or certificates, and the part of the configuration that names
-the hosts and turns links on. It sends nothing anywhere, and the daemon need not run.
+init makes a directory for each host: keys or certificates, and the part of the configuration that
+names the hosts and turns links on. It sends nothing anywhere, and the daemon need not run.
+check asks the daemon of this host whether each other one is reached, proves who it is, and agrees.
 """
 _HOST = re.compile(
     r"(?P<name>[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(=(?P<address>[^\s,=]{1,255}))?"
@@ -30,24 +33,28 @@ _DROPIN = "/etc/tsliced/tsliced.toml.d/peers.toml"
 _DAYS = "3650"
 _OPENSSL_LIMIT_S = 60.0
 _AUTHORITY = "authority"
+#: Events of several hosts could not be put in order any more.
+_CLOCKS_APART_S = 1.0
 
 
 def add_commands(commands: Commands) -> None:
     """Declares the commands of this module."""
     parser = commands.add(
-        "cluster", "set up links between the daemons of several hosts", description=_DESCRIPTION
+        "cluster", "set up and check links between the daemons of hosts", description=_DESCRIPTION
     )
-    parser.add_argument("what", choices=("init",), help="init: make keys and configuration")
+    parser.add_argument(
+        "what",
+        choices=("init", "check"),
+        help="init: make keys and configuration; check: see whether this host's daemon has a link "
+        "to each other host, and what is wrong if not",
+    )
     parser.add_argument(
         "--hosts",
         metavar="NAME[=ADDRESS[:PORT]],...",
         type=hosts,
-        required=True,
         help="all hosts, by the names that their daemons have (daemon.host, else hostname)",
     )
-    parser.add_argument(
-        "--dir", metavar="DIR", type=text, required=True, help="where to make the directories"
-    )
+    parser.add_argument("--dir", metavar="DIR", type=text, help="where to make the directories")
     parser.add_argument(
         "--auth",
         choices=("tls", "psk"),
@@ -55,7 +62,7 @@ def add_commands(commands: Commands) -> None:
         help="a certificate for each host (default), or one key that all share",
     )
     parser.add_argument("--force", action="store_true", help="write over what is there")
-    parser.set_defaults(call=init)
+    parser.set_defaults(call=lambda options: _COMMANDS[options.what](options))
 
 
 def hosts(given: str) -> tuple[str, ...]:
@@ -78,6 +85,9 @@ def hosts(given: str) -> tuple[str, ...]:
 
 def init(options: argparse.Namespace) -> int:
     """Makes everything beside the place, and puts it there when it is whole."""
+    if options.hosts is None or options.dir is None:
+        text = "say which hosts and where: cluster init --hosts n1,n2 --dir DIR"
+        raise CommandError(text, code="bad_request", status=USAGE)
     directory, auth = Path(options.dir), str(options.auth)
     entries: tuple[str, ...] = options.hosts
     umask = os.umask(0o077)
@@ -106,6 +116,46 @@ def init(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_next_steps(directory, names, auth)))
     return DONE
+
+
+def check(options: argparse.Namespace) -> int:
+    """Prints what is found about each link; fails if one is not as it should be."""
+    with open_daemon(options) as daemon:
+        peers: list[Message] = ask(daemon, "status")["status"]["peers"]
+    if not peers:
+        text = "this host's daemon has no links: see [peers] in its configuration"
+        raise CommandError(text, code="not_found", status=NOT_FOUND)
+    found = [{**peer, "problem": problem_of(peer)} for peer in peers]
+    if options.json:
+        print_json({"peers": found})
+    else:
+        rows = [
+            [
+                peer["host"],
+                peer["address"],
+                f"{1000 * peer['rtt_s']:.1f} ms" if peer["rtt_s"] is not None else NOTHING,
+                f"{peer['clock_ahead_s']:+.3f} s" if peer["clock_ahead_s"] is not None else NOTHING,
+                peer["version"] or NOTHING,
+                printable(peer["problem"] or "good"),
+            ]
+            for peer in found
+        ]
+        header = ["HOST", "ADDRESS", "RTT", "CLOCK", "VERSION", "LINK"]
+        print("\n".join(table(header, rows, right=["RTT", "CLOCK"])))
+    return FAILED if any(peer["problem"] for peer in found) else DONE
+
+
+def problem_of(peer: Message) -> str | None:
+    """Says what is wrong with a link: it is not there, or clocks are apart."""
+    if peer["state"] != "connected":
+        return f"{peer['state']} for {duration(peer['since_s'])}: {peer['reason'] or 'no reason'}"
+    ahead_s: float | None = peer["clock_ahead_s"]
+    if ahead_s is not None and abs(ahead_s) > _CLOCKS_APART_S:
+        return f"its clock is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}: see NTP"
+    return None
+
+
+_COMMANDS = {"init": init, "check": check}
 
 
 def _name(entry: str) -> str:

@@ -19,6 +19,7 @@ from tsliced.config import PeerAddress, PeerSettings
 from tsliced.core.model import HostName
 from tsliced.net.peer_auth import Credentials, Exchange, check_certificate
 from tsliced.net.peer_messages import (
+    GREETING_BYTES,
     NONCE_BYTES,
     PEER_VERSION,
     Bye,
@@ -68,13 +69,15 @@ class Link:
         writer: asyncio.StreamWriter,
         settings: PeerSettings,
     ) -> None:
-        self.frames = Frames(max_bytes=settings.max_peer_frame_bytes)
+        self.frames = Frames(max_bytes=GREETING_BYTES)
         self._reader = reader
         self._writer = writer
         self._most_unsent = settings.max_unsent_bytes
+        self._max_frame_bytes = settings.max_peer_frame_bytes
         #: Why this side ended it.
         self._dropped = ""
-        set_options(writer.get_extra_info("socket"), settings)
+        if (sock := writer.get_extra_info("socket")) is not None:
+            set_options(sock, settings)
 
     @property
     def address(self) -> str:
@@ -86,6 +89,10 @@ class Link:
         """With TLS: raise `PeerRefused` if the other side is not this host."""
         if (session := self._writer.get_extra_info("ssl_object")) is not None:
             check_certificate(session.getpeercert(), host)
+
+    def trust(self) -> None:
+        """Take frames of the usual size from now on: the other side has proved who it is."""
+        self.frames.max_bytes = self._max_frame_bytes
 
     def send(self, message: PeerMessage) -> None:
         """Send a message; a side that does not read loses its connection.
@@ -196,6 +203,7 @@ async def _introduce(link: Link, identity: Identity, host: HostName) -> Hello:
         exchange.check(challenge.proof, exchange.proof_of_acceptor(), host)
         link.send(Proof(proof=exchange.proof_of_dialer()))
         link.frames.use_keys(sending=exchange.key_of_dialer(), receiving=exchange.key_of_acceptor())
+    link.trust()
     ours = identity.hello(host)
     link.send(ours)
     welcome = await link.expect(Welcome)
@@ -252,6 +260,7 @@ async def _receive(link: Link, identity: Identity) -> Hello:
         assert isinstance(answer, Proof)
         exchange.check(answer.proof, exchange.proof_of_dialer(), host)
         link.frames.use_keys(sending=exchange.key_of_acceptor(), receiving=exchange.key_of_dialer())
+    link.trust()
     try:
         theirs = await link.expect(Hello)
         assert isinstance(theirs, Hello)

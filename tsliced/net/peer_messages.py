@@ -37,6 +37,8 @@ PEER_VERSION: Final = (1, 0)
 FEATURES: Final = ("status",)
 TAG_BYTES: Final = 32
 NONCE_BYTES: Final = 32
+#: A frame of a side that has not proved yet who it is.
+GREETING_BYTES: Final = 4096
 #: Groups that two hosts may share.
 MAX_SHARED: Final = 4096
 #: How a TLS record begins: the other side speaks TLS, and this one does not.
@@ -170,10 +172,13 @@ class _Key:
 
 
 class Frames:
-    """Turns messages into frames and back, for one connection."""
+    """Turns messages into frames and back, for one connection.
+
+    `max_bytes` may be changed while it goes on.
+    """
 
     def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._sending: _Key | None = None
         self._receiving: _Key | None = None
 
@@ -187,7 +192,7 @@ class Frames:
             body = encode(to_map(message))[HEADER_BYTES:]
         except ProtocolError as exc:
             raise PeerRefused("too_large", str(exc)) from exc
-        if len(body) > self._max_bytes:
+        if len(body) > self.max_bytes:
             raise PeerRefused("too_large", f"{len(body)} bytes exceed the limit of a frame")
         tag = self._sending.tag(body) if self._sending is not None else b""
         return (len(tag) + len(body)).to_bytes(HEADER_BYTES, "big") + tag + body
@@ -198,8 +203,8 @@ class Frames:
         if header[:2] in _TLS_RECORDS:
             raise PeerRefused("auth", 'the other side speaks TLS and this one does not: see "auth"')
         tag_bytes = TAG_BYTES if self._receiving is not None else 0
-        if not tag_bytes < length <= self._max_bytes + tag_bytes:
-            most = self._max_bytes
+        if not tag_bytes < length <= self.max_bytes + tag_bytes:
+            most = self.max_bytes
             raise PeerRefused("bad_frame", f"a frame of {length} bytes; the limit is {most}")
         return length
 

@@ -155,15 +155,17 @@ class Peers:
             began_at = self._clock()
             try:
                 link, hello = await dial(self._identity, peer.host, peer.address)
+                began_at = self._clock()
+                await self._serve(peer, link, hello)
             except PeerGone as exc:
                 peer.refusal = ""
                 self._on_ended(peer, None, str(exc))
             except PeerRefused as exc:
                 self._on_refused(peer.host, str(peer.address), exc)
                 pause_s = settings.reconnect_max_s
-            else:
-                began_at = self._clock()
-                await self._serve(peer, link, hello)
+            except Exception as exc:
+                self._on_mistake(peer.host, exc)
+                pause_s = settings.reconnect_max_s
             if self._clock() - began_at > settings.reconnect_max_s:
                 # It went well for a while.
                 pause_s = settings.reconnect_min_s
@@ -194,16 +196,18 @@ class Peers:
     async def _receive(self, sock: socket.socket) -> None:
         address = _name_of(sock)
         try:
-            link, hello = await receive_link(self._identity, sock)
+            try:
+                link, hello = await receive_link(self._identity, sock)
+            finally:
+                self._greeting -= 1
+            await self._serve(self._peers[HostName(hello.host)], link, hello)
         except PeerGone:
             # Whoever looks whether a port is open does this; a host that is meant notices itself.
             return
         except PeerRefused as exc:
             self._on_refused(HostName(exc.host) if exc.host is not None else None, address, exc)
-            return
-        finally:
-            self._greeting -= 1
-        await self._serve(self._peers[HostName(hello.host)], link, hello)
+        except Exception as exc:
+            self._on_mistake(address, exc)
 
     async def _watch(self) -> None:
         """Send signs of life, and see whose are missing."""
@@ -361,6 +365,11 @@ class Peers:
             code=refusal.code,
             reason=text,
         )
+
+    def _on_mistake(self, whose: str, exc: Exception) -> None:
+        """A bug of this side: one connection ends by it, and no more than that."""
+        refusal = PeerRefused("internal", f"a mistake in this daemon: {exc!r}")
+        self._on_refused(None, f"{whose}:", refusal)
 
     def _reason(self, peer: _Peer) -> str:
         if peer.liveness.state is PeerState.CONNECTED:

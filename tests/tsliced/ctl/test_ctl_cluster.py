@@ -1,4 +1,4 @@
-"""`tslicectl cluster init`: what it makes, and what it does not write over."""
+"""`tslicectl cluster`: what it makes, what it does not write over, and what it finds wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import tomllib
 
 from tsliced.ctl.__main__ import main
+from tsliced.ctl.cluster import problem_of
 
 
 def init(directory: Path, *more: str, hosts: str = "n1=10.0.0.1,n2") -> int:
@@ -86,6 +87,31 @@ def test_a_directory_that_cannot_be_made_is_named(
     (tmp_path / "file").write_text("")
     assert init(tmp_path / "file" / "x") == 1
     assert "Not a directory" in capsys.readouterr().err
+
+
+def test_init_needs_hosts_and_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "init"]) == 2
+    assert "--hosts n1,n2 --dir DIR" in capsys.readouterr().err
+
+
+CONNECTED = {"state": "connected", "since_s": 3.0, "reason": None, "clock_ahead_s": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"clock_ahead_s": -0.9}, None),
+        ({"clock_ahead_s": 2.04}, "its clock is 2.0 s ahead: see NTP"),
+        ({"clock_ahead_s": -65.0}, "its clock is 65.0 s behind: see NTP"),
+        ({"state": "lost", "reason": "no route"}, "lost for 3.00s: no route"),
+        ({"state": "suspect"}, "suspect for 3.00s: no reason"),
+    ],
+)
+def test_a_link_is_good_if_it_is_there_and_clocks_agree(
+    change: dict[str, object], problem: str | None
+) -> None:
+    assert problem_of({**CONNECTED, **change}) == problem
 
 
 @pytest.mark.parametrize(

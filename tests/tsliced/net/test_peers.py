@@ -268,6 +268,10 @@ async def _oversized(raw: Raw) -> None:
     raw.writer.write((1 << 24).to_bytes(4, "big"))
 
 
+async def _large_greeting(raw: Raw) -> None:
+    raw.writer.write((5000).to_bytes(4, "big"))
+
+
 async def _tls(raw: Raw) -> None:
     raw.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
 
@@ -292,6 +296,7 @@ async def _out_of_turn(raw: Raw) -> None:
         (_no_proof, "bad_message"),
         (_garbage, "bad_frame"),
         (_oversized, "bad_frame"),
+        (_large_greeting, "bad_frame"),
         (_tls, "auth"),
         (_other_host, "auth"),
         (_out_of_turn, "bad_message"),
@@ -487,6 +492,22 @@ def test_a_question_of_a_later_version_is_answered_with_an_error(run: Run) -> No
                 pass
             assert (message.id, message.body) == (5, None)
             assert message.error == "this host knows nothing of 'weather'"
+
+    run(story())
+
+
+def test_a_bug_ends_one_connection_and_not_the_daemon(run: Run) -> None:
+    async def story() -> None:
+        def status() -> Message:
+            raise ZeroDivisionError
+
+        one, two = Side(N1), Side(N2, status=status)
+        async with two.serve(n1=NOBODY) as (peers2, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: state(peers) == "connected", "a link")
+            assert isinstance(await ask(peers, "n2"), Unanswered)
+            await until(lambda: len(one.told("peer_up")) == 2, "the link is made anew")
+            assert [f["code"] for f in two.told("peer_refused")] == ["internal"]
+            await until(lambda: state(peers2) == "connected", "it is up")
 
     run(story())
 
