@@ -352,6 +352,25 @@ def save_at_sigterm() -> None:
 
 
 @command
+def crash(how: str) -> None:
+    """Ends without any handler of this process."""
+    if how == "exit":
+        os._exit(3)
+    ctypes.string_at(0)
+
+
+@command
+def fork_and_stay() -> int:
+    """Leaves a child that has copies of all that is open here; returns its pid."""
+    # Not by os.fork: no handler of any library hears of it.
+    child = ctypes.CDLL(None).fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    return int(child)
+
+
+@command
 def hang(seconds: float) -> None:
     """Computes and does nothing else, as a loop does that never ends."""
     end = time.monotonic() + seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from harness import Host, MakeHost, Settings, until
 
 #: Long for a busy machine, short for a test.
@@ -109,3 +110,43 @@ def test_who_holds_for_too_long_goes_on_while_nobody_waits(make_host: MakeHost) 
     lease = waiter.do("acquire", groups="g1", timeout=30)
     assert lease["waited_s"] < 1.5, "at once, but for the move"
     until(lambda: holder.do("look")["state"] == "lost", "it knows that its lease is lost")
+
+
+def test_a_holder_that_is_kept_parked_need_give_no_sign_of_life_g9(host: Host) -> None:
+    holder, other = host.rank("a", TSLICE_HEARTBEAT_S=HEARTBEAT_S), host.rank("b")
+    holder.do("acquire", groups="g2", timeout=20)
+    holder.do("context", device=1)
+    holder.do("fill", mib=8)
+    holder.do("release")
+    other.do("acquire", groups="g2", timeout=20)
+    assert host.states() == {holder.pid: "parked"}
+    # It holds a group while its process is parked for another one.
+    holder.do("acquire", groups="g1", timeout=20)
+    until(lambda: host.group()["lease_since_s"] > 2 * float(HEARTBEAT_S), "time goes by")
+    assert host.events("revoked") == []
+    assert host.group()["holder"]["id"] == "a"
+
+
+@pytest.mark.parametrize("how", ["exit", "segfault"])
+def test_a_holder_that_ends_without_a_word_makes_room_g3(host: Host, how: str) -> None:
+    holder, waiter = host.trainer("a", mib=8), host.rank("b")
+    holder.do("acquire", groups="g1", timeout=20)
+    asked = waiter.start("acquire", groups="g1", timeout=60)
+    until(lambda: host.group()["waiters"] == 1, "it waits")
+    holder.start("crash", how=how)
+    assert asked.wait()["state"] == "held"
+    assert holder.process.wait(20) == (3 if how == "exit" else -signal.SIGSEGV)
+
+
+def test_a_child_that_outlives_a_holder_holds_nothing_g3(host: Host) -> None:
+    holder, waiter = host.rank("a"), host.rank("b")
+    holder.do("acquire", groups="g1", timeout=20)
+    child = holder.do("fork_and_stay")
+    try:
+        asked = waiter.start("acquire", groups="g1", timeout=60)
+        until(lambda: host.group()["waiters"] == 1, "it waits")
+        holder.kill()
+        assert asked.wait()["state"] == "held"
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)

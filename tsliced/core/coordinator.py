@@ -260,8 +260,8 @@ class Coordinator:
         if self.reason is None:
             self.reason = reason
         if self.place is Place.RESTORING and self._untouched():
-            # It runs where it ran before; only the others have to leave.
-            self.place, self.reason = Place.ON, None
+            # It runs where it ran before; only the others have to leave, if they could be seen.
+            self.place, self.reason = Place.OFF if reason.is_ours else Place.ON, None
             return [AdmissionFailed(tenancy=self.tenancy, reason=reason)]
         if self.place in (Place.FREEZING, Place.SNAPSHOTTING, Place.RESTORING):
             return self._turn(back, now)

@@ -87,6 +87,9 @@ class Granting(Draining):
         """The pause before another try is over."""
         if (round_ := self.rounds.get(round_id)) is not None:
             self.advance(round_, now)
+            for key in list(self.tenancies.by_job.get(round_.job, ())):
+                if not set(round_.groups).isdisjoint(self.tenancies.all[key].reach):
+                    self._bring_back(key, [round_], now)
 
     def work_off(self, now: float) -> None:
         """Let the next round have what is free, and look again at who has what has changed."""
@@ -369,15 +372,17 @@ class Granting(Draining):
         tenancy = self.tenancies.all.get(key)
         if tenancy is None or tenancy.coordinator.place is not Place.OFF:
             return
-        if tenancy.participant.ranks and any(
-            r.id in self.rounds and r.state is HELD and r.job == key.job for r in chosen
-        ):
+        mine = (r for r in chosen if r.id in self.rounds and r.state is HELD and r.job == key.job)
+        holders = list(mine)
+        if tenancy.participant.ranks and holders and not any(map(self._pausing, holders)):
             self.out += self.tenancies.admit(key, now=now)
 
     def _on_eviction_failed(
         self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float
     ) -> None:
-        if reason.cause is Cause.CANCELLED or self._is_gone(reason):
+        # It may have become a part of another since, and what is in the way is looked at anew.
+        gone = key not in self.tenancies.all or self._is_gone(reason)
+        if gone or reason.cause is Cause.CANCELLED:
             return
         for round_ in chosen:
             if round_.job == key.job or round_.state is not MOVING:
@@ -416,7 +421,8 @@ class Granting(Draining):
             if reason.cause is Cause.OCCUPIED or ((passes or gone) and early):
                 if passes:
                     self.tell_stalled(round_, key.job, reason)
-                if passes and not (early and self._others_on(key)):
+                waits = early and round_.state is not HELD and self._others_on(key)
+                if passes and not waits:
                     # Nobody can be sent away, but whatever it is may pass.
                     self._pause(round_, round_.admit_tries, now)
                 continue

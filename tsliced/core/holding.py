@@ -60,6 +60,16 @@ class Holding(Granting):
         processes = (self.sessions[session].process for session in sessions)
         return any(self.tenancies.holds_still(process) for process in processes)
 
+    def restart_clocks(self, session: Session, now: float) -> None:
+        """A client is back: what it could not be told is due now, and its silence is over."""
+        if session.heartbeat_s is not None:
+            self.expect_signs(session, now)
+        for lease in session.leases.values():
+            round_ = self.rounds[lease.round]
+            if round_.hold_from is not None:
+                round_.warned = False
+                self._set_hold_clock(round_)
+
     # --- signs of life ------------------------------------------------------------------------
 
     def on_sign_of_life(self, session_id: SessionId, now: float) -> None:
@@ -123,10 +133,15 @@ class Holding(Granting):
         if self._is_still(round_.job, round_.groups, _sessions(round_)):
             # The end of what keeps it still sets the clock again.
             return
+        if not all(self.sessions[session].connected for session in _sessions(round_)):
+            # It could not be told, and relies on its lease until the grace is over.
+            again = now + max(self.limits.grace_s, self.limits.retry_max_s)
+            self.timers.set(TimerKey(TimerKind.HOLD, round_.id), again)
+            return
         limit_s = round_.max_hold_s
         assert limit_s is not None, "a clock runs for it"
         if not round_.warned:
-            self._warn(round_, round_.hold_from + limit_s - now)
+            self._warn(round_, max(0.0, round_.hold_from + limit_s - now))
             round_.warned = True
         if now < round_.hold_from + limit_s:
             round_.overdue = False

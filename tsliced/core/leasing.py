@@ -103,8 +103,7 @@ class Leasing(Turns):
         self.timers.clear(TimerKey(TimerKind.GRACE, session_id))
         for lease in session.leases.values():
             self.confirm(lease)
-        if session.heartbeat_s is not None:
-            self.expect_signs(session, now)
+        self.restart_clocks(session, now)
 
     def end_session(self, session_id: SessionId, text: str, now: float) -> None:
         """End a session and all its leases."""

@@ -289,13 +289,15 @@ class Machine:
         """Deliver what coordinators had to say, then bring the clocks up to date."""
         tenancies, leasing = self.tenancies, self.leasing
         if tenancies.claims:
-            leasing.out += tenancies.settle_claims()
+            self._settle_claims()
         if leasing.turns or leasing.idle:
             leasing.check_turns(now)
         if leasing.todo or leasing.vacated:
             leasing.work_off(now)
         while tenancies.signals:
             leasing.on_outcome(tenancies.signals.popleft(), now)
+            if tenancies.claims:
+                self._settle_claims()
         if leasing.left:
             for job in leasing.left:
                 self.remains.on_left(job, now)
@@ -304,6 +306,13 @@ class Machine:
             self._set_barriers()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
             leasing.out.append(ask)
+
+    def _settle_claims(self) -> None:
+        strangers = list(self.tenancies.stranger_jobs)
+        self.leasing.out += self.tenancies.settle_claims()
+        for job in strangers:
+            if job not in self.tenancies.stranger_jobs:
+                self.leasing.tidy(job)
 
     def _set_barriers(self) -> None:
         tenancies = self.tenancies
@@ -344,6 +353,9 @@ class Machine:
             else:
                 leasing.take_place(round_, now)
         leasing.resume_clocks(now)
+        for session in leasing.sessions.values():
+            # What a client said may not have been acted upon when the daemon ended.
+            tenancies.claim(session.process, session.job)
         jobs = (*tenancies.by_job, *leasing.faults, *tenancies.stranger_jobs)
         for job in dict.fromkeys(jobs):
             leasing.tidy(job)

@@ -215,9 +215,11 @@ class Remains:
         if self._goes_on(job):
             remnant.lost_at = now
             return
-        silent_s = now - self._latest(job, remnant.lost_at)
-        if silent_s < limits.rank_lost_s:
+        since = self._latest(job, remnant.lost_at)
+        # Added as the clock was set: a difference might be too small by a rounding, for ever.
+        if now < since + limits.rank_lost_s:
             return
+        silent_s = now - since
         text = f"a rank was lost, and the job asks for nothing since {silent_s:.0f} s (rank_lost_s)"
         survivors, remnant.survivors = tuple(remnant.survivors), {}
         self.ending.end(job, survivors, text=text, grace_s=limits.end_grace_s, now=now)

@@ -66,17 +66,21 @@ class Inhabitants(Tenancies):
             key = self.home.get(process)
             if key is None or key.job not in self.stranger_jobs:
                 del self.claims[process]
-            elif self._may_move(self.all[key]) and self._are_at_rest(job):
+            elif self._may_adopt(process, self.all[key], job):
                 del self.claims[process]
                 out += self._adopt(process, self.all[key], job)
         return out
 
-    def _may_move(self, tenancy: Tenancy) -> bool:
-        place = tenancy.coordinator.place
-        return place in (Place.ON, Place.OFF) and not tenancy.participant.busy
-
-    def _are_at_rest(self, job: JobKey) -> bool:
-        return all(self._may_move(self.all[key]) for key in self.by_job.get(job, ()))
+    def _may_adopt(self, process: ProcessId, old: Tenancy, job: JobKey) -> bool:
+        """Whether nothing moves of what a process leaves, and of what it becomes a part of."""
+        on = self._groups_of(old.participant.ranks[process].devices)
+        own = (self.all[key] for key in self.by_job.get(job, ()))
+        concerned = [old, *(tenancy for tenancy in own if not on.isdisjoint(tenancy.reach))]
+        at_rest = (Place.ON, Place.OFF)
+        return all(
+            tenancy.coordinator.place in at_rest and not tenancy.participant.busy
+            for tenancy in concerned
+        )
 
     def _adopt(self, process: ProcessId, old: Tenancy, job: JobKey) -> list[Effect]:
         rank = old.participant.ranks[process]

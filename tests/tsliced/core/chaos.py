@@ -7,16 +7,30 @@ then all leave, and nothing of them may be remembered.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from clients import Client
 from oracle import Oracle
 from world import GROUPS, LIMITS, Process, World, failure, job
 
-from tsliced.core.actions import RunHooks, StartOperation
+from tsliced.core.actions import EndProcesses, RunHooks, StartOperation
 from tsliced.core.events import AcquireRequested
 from tsliced.core.model import Arrival, Cause, DeviceId, LeaseId, RankState, Reason, Verb
+
+#: For lives in which clocks run against who holds, is parked, or is left.
+TIMED = replace(
+    LIMITS,
+    max_hold_s=30.0,
+    hold_warning_s=5.0,
+    idle_park_s=5.0,
+    courtesy_turn_s=2.0,
+    stranger_turn_s=2.0,
+    orphan_s=20.0,
+    on_rank_lost="kill",
+    rank_lost_s=15.0,
+    end_grace_s=1.0,
+)
 
 JOBS = (job("a"), job("b"), job("c"))
 
@@ -32,20 +46,32 @@ CAUSES = {
 
 @dataclass(slots=True, kw_only=True)
 class Chaos:
-    """One life. `faults`: whether things go wrong."""
+    """One life. `faults`: whether things go wrong. `timed`: whether more clocks run.
+
+    Those against who holds, is parked, or is left, with strangers that are frozen and last turns.
+    """
 
     seed: int
     faults: bool = True
+    timed: bool = False
     steps: int = 120
     full_checks: bool = True
     random: Random = field(init=False)
     world: World = field(init=False)
     oracle: Oracle = field(init=False)
     _was_broken: bool = False
+    #: Orders to end processes that were obeyed, or not.
+    _ended: int = 0
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.world = World(auto=False, seed=self.seed, limits=LIMITS, full_checks=self.full_checks)
+        self.world = World(
+            auto=False,
+            seed=self.seed,
+            limits=TIMED if self.timed else LIMITS,
+            full_checks=self.full_checks,
+            freeze_strangers=self.timed,
+        )
         self.oracle = Oracle(world=self.world, orderly=not self.faults)
         self.world.watch = self.oracle.watch
         if self.faults:
@@ -91,9 +117,17 @@ class Chaos:
             (0.5, self._undrain),
             (0.1, self._stranger),
         ]
+        timed: list[tuple[float, Callable[[], None]]] = [
+            (1, self._beat),
+            (0.7, self._last_turn),
+            (0.4, self._stranger),
+            (0.4, self._say_hello),
+        ]
         choices = usual + faults if self.faults else usual
+        choices += timed if self.timed else []
         (act,) = self.random.choices([a for _, a in choices], [weight for weight, _ in choices])
         act()
+        self._obey()
         self.oracle.judge_clocks()
 
     def _go_on(self) -> None:
@@ -108,7 +142,11 @@ class Chaos:
     def _open(self) -> None:
         if len(self.world.clients) < 6:
             owner = self.random.choice(JOBS)
-            session = self.world.session(owner, hooks=self.random.random() < 0.2)
+            session = self.world.session(
+                owner,
+                hooks=self.random.random() < 0.2,
+                heartbeat_s=10.0 if self.timed and self._rarely(0.3) else None,
+            )
             self.world.clients[session].confirms = not self.faults or self.random.random() < 0.9
 
     def _acquire(self) -> None:
@@ -203,6 +241,32 @@ class Chaos:
     def _stranger(self) -> None:
         self.world.context(None, self.random.choice(GROUPS).devices[0])
 
+    def _say_hello(self) -> None:
+        strangers = [process for process in self.world.processes.values() if process.job is None]
+        if strangers and len(self.world.clients) < 8:
+            stranger = self.random.choice(strangers)
+            stranger.job = self.random.choice(JOBS)
+            self.world.session(stranger.job, pid=stranger.id.pid)
+
+    def _beat(self) -> None:
+        client = self._client(lambda c: True)
+        if client is not None:
+            self.world.beat(client.session)
+
+    def _last_turn(self) -> None:
+        client = self._client(lambda c: True)
+        if client is not None:
+            self.world.last_turn(client.session, leaving=self._rarely(0.5), timeout_s=20.0)
+
+    def _obey(self) -> None:
+        """Let processes end that were asked to, but for some that do not hear."""
+        orders = self.world.all_of(EndProcesses)
+        for order in orders[self._ended :]:
+            for process in order.processes:
+                if order.kill or self._rarely(0.5):
+                    self.world.die(process)
+        self._ended = len(orders)
+
     def _client(self, wanted: Callable[[Client], bool]) -> Client | None:
         fit = [c for c in self.world.clients.values() if c.connected and wanted(c)]
         return self.random.choice(fit) if fit else None
@@ -246,6 +310,7 @@ class Chaos:
             if not waiting and not any(c.held for c in world.clients.values()):
                 break
             self._give_back()
+            self._obey()
             world.pass_time(10.0 if turn < 10 else 60.0)
             if turn >= 20:
                 self._give_up_gathering()

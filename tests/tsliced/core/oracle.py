@@ -94,7 +94,12 @@ class Oracle:
 
     def _judge_devices(self, owner: JobKey, groups: set[GroupName]) -> None:
         devices = {d for g in self.world.groups if g.name in groups for d in g.devices}
+        open_ones = self.world.machine.leasing.sessions
+        speakers = {c.process for c in self.world.clients.values() if c.session in open_ones}
         for process in self.world.processes.values():
+            if process.came_strange and process.id not in speakers:
+                # Whose it is was said once, and may be forgotten with who said it.
+                continue
             if process.job == owner and process.devices & devices:
                 assert process.state is RankState.RUNNING, f"granted while {process} does not run"
             elif process.job is not None and process.on & devices and not self.world.crowded:
@@ -126,6 +131,11 @@ class Oracle:
             TimerKind.BARRIER: tenancies.all,
             TimerKind.STUCK: tenancies.operations,
             TimerKind.PARK: leasing.drains,
+            TimerKind.SILENCE: leasing.sessions,
+            TimerKind.HOLD: leasing.rounds,
+            TimerKind.TURN: leasing.turns,
+            TimerKind.REMAINS: machine.remains.jobs,
+            TimerKind.ENDING: machine.ending.asked,
         }
         for kind, owner in machine.timers._at:
             assert kind not in owners or owner in owners[kind], f"a {kind} clock of {owner}"
@@ -152,6 +162,12 @@ class Oracle:
             "operations": tenancies.operations,
             "hooks": tenancies.hooks,
             "strangers": tenancies.strangers,
+            "jobs of strangers": tenancies.stranger_jobs,
+            "claims": tenancies.claims,
+            "turns": leasing.turns,
+            "idle ones": leasing.idle,
+            "remains": machine.remains.jobs,
+            "who was asked to end": machine.ending.asked,
             "signals": tenancies.signals,
             "touched": tenancies.touched,
             "stuck": machine.alarms.stuck,

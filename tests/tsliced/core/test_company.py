@@ -70,6 +70,40 @@ def test_g11_devices_that_cannot_be_looked_at_are_no_fault_of_the_job_that_waits
     assert world.held(world.acquire(session))
 
 
+def test_a_holder_whose_place_is_taken_is_brought_back_once_it_is_free() -> None:
+    world = World()
+    session, (rank,) = resident(world)
+    lease = world.acquire(session)
+    # The daemon ended in the middle of a move, and somebody came meanwhile.
+    world.processes[rank].state = PARKED
+    other = world.context(B, D1)
+    world.restart()
+    world.pass_time(5.0)
+    assert world.held(lease)
+    assert world.state(rank) is PARKED
+    assert len(world.ended(ScanGroups)) < 60, "it pauses between its tries"
+    world.die(other)
+    world.pass_time(LIMITS.retry_max_s * 2)
+    assert world.state(rank) is RUNNING
+    assert world.held(lease)
+
+
+def test_g1_who_runs_already_is_not_let_on_before_the_devices_could_be_looked_at() -> None:
+    world = World()
+    own, other = world.context(A, D1), world.context(B, D1)
+    world.processes.pop(other)
+    world.look()
+    world.processes[other] = Process(id=other, job=B, devices=frozenset({D1}))
+    failures = [failure(Cause.DRIVER)]
+    world.scans = lambda _: failures.pop() if failures else None
+    lease = world.acquire(world.session(A))
+    assert world.waits(lease)
+    world.pass_time(LIMITS.retry_max_s)
+    assert world.held(lease)
+    assert world.state(own) is RUNNING
+    assert world.state(other) is PARKED
+
+
 def test_a_stranger_is_noted_once_until_it_is_gone() -> None:
     world = World()
     stranger = world.context(None, D1)

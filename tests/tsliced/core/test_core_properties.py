@@ -45,11 +45,17 @@ def test_g8_g11_nor_does_a_long_one() -> None:
         live(seed, faults=True, steps=600)
 
 
-def live(seed: int, *, faults: bool, steps: int = 120) -> None:
+def test_g1_g9_nor_does_one_with_clocks_unasked_turns_and_strangers() -> None:
+    for seed in range(SEEDS // 2):
+        live(seed, faults=True, timed=True, steps=160)
+
+
+def live(seed: int, *, faults: bool, timed: bool = False, steps: int = 120) -> None:
     try:
-        Chaos(seed=seed, faults=faults, steps=steps).live()
+        Chaos(seed=seed, faults=faults, timed=timed, steps=steps).live()
     except Exception as exc:
-        raise AssertionError(f"seed {seed}, faults={faults}, steps={steps}: {exc!r}") from exc
+        what = f"seed {seed}, faults={faults}, timed={timed}, steps={steps}"
+        raise AssertionError(f"{what}: {exc!r}") from exc
 
 
 # --- rules broken on purpose, to prove that the oracle sees it ------------------------------------

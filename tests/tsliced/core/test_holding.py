@@ -237,6 +237,37 @@ def test_both_clocks_may_come_due_together() -> None:
     assert lost(world) == [lease]
 
 
+def test_g8_what_a_holder_could_not_be_told_is_not_taken_from_it_before_its_grace() -> None:
+    world = World(groups=LIMITED, limits=replace(WARNED, grace_s=60.0))
+    session = world.session(A)
+    lease = world.acquire(session)
+    waiting = world.acquire(world.session(B))
+    world.pass_time(80.0)
+    world.disconnect(session)
+    world.pass_time(50.0)
+    assert world.held(lease)
+    assert not world.all_of(TellHoldWarning)
+    world.reconnect(session)
+    world.pass_time(0.0)
+    assert world.held(waiting)
+    assert lost(world) == [lease]
+    assert [told.ends_in_s for told in world.all_of(TellHoldWarning)] == [0.0]
+
+
+def test_a_member_that_does_not_come_back_keeps_no_round_from_its_end() -> None:
+    world = World(groups=LIMITED, limits=replace(WARNED, grace_s=60.0))
+    stays, goes = world.session(A), world.session(A)
+    lease = world.acquire(stays, ranks=2, arrival=Arrival.FIRST)
+    world.acquire(goes, ranks=2, arrival=Arrival.FIRST)
+    waiting = world.acquire(world.session(B))
+    world.pass_time(80.0)
+    world.disconnect(goes)
+    world.pass_time(59.0)
+    assert world.held(lease)
+    world.pass_time(100.0)
+    assert world.held(waiting)
+
+
 def test_only_groups_with_a_limit_have_one() -> None:
     world = limited()
     lease = world.acquire(world.session(A), G2)

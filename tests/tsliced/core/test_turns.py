@@ -7,7 +7,7 @@ from dataclasses import replace
 from stories import PARKED, RUNNING, A, B, C, fails, parked, resident
 from world import D1, D2, G1, G2, LIMITS, World, job
 
-from tsliced.core.actions import TellContended
+from tsliced.core.actions import StartOperation, TellContended
 from tsliced.core.events import GroupsObserved
 from tsliced.core.model import Cause, DeviceId, JobKey, ProcessId, Verb
 from tsliced.core.rounds import RoundState
@@ -379,6 +379,18 @@ def test_a_stranger_that_says_hello_while_it_is_moved_becomes_a_rank_afterwards(
     assert world.machine.tenancies.home[stranger].job == A
     again = world.acquire(session)
     assert world.waits(again)
+
+
+def test_a_stranger_that_said_hello_before_a_restart_becomes_a_rank_after_it() -> None:
+    world, stranger = with_stranger()
+    world.auto = False
+    world.acquire(world.session(B))
+    world.run_until(StartOperation, Verb.SNAPSHOT)
+    world.session(A, pid=stranger.pid)
+    world.auto = True
+    world.restart()
+    assert world.machine.tenancies.home[stranger].job == A
+    assert not world.machine.tenancies.stranger_jobs
 
 
 def test_a_stranger_that_dies_while_it_is_moved_claims_nothing() -> None:

@@ -134,6 +134,8 @@ class Process:
     device_bytes: int = 100
     #: Its job held the groups when it came onto the devices.
     lawful: bool = True
+    #: Nobody could tell whose it is when it came.
+    came_strange: bool = False
     #: It has been seen on the devices, so that the core can know it.
     seen: bool = False
     #: A snapshot was claimed, but the memory is still there.
@@ -498,6 +500,7 @@ class World:
             id=process,
             job=owner,
             devices=frozenset(devices),
+            came_strange=owner is None,
             lawful=owner is not None and groups <= self.groups_held_by(owner),
         )
         return process
