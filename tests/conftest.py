@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 
 
 def pytest_unconfigure() -> None:
@@ -13,3 +23,41 @@ def pytest_unconfigure() -> None:
     """
     if (leaving := sys.modules.get("libtimeslice.leaving")) is not None:
         leaving._last_asks.clear()
+
+
+MakeMunged = Callable[[], str]
+
+
+@pytest.fixture
+def make_munged() -> Iterator[MakeMunged]:
+    """Starts munged with a key of its own, and returns the path of its socket."""
+    program = shutil.which("munged", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        pytest.skip("munged is not installed; on Debian: apt-get install munge")
+    with ExitStack() as stack:
+
+        def make() -> str:
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="munged-")))
+            # Whoever is to reach the socket must be let through.
+            place.chmod(0o755)
+            key = place / "key"
+            key.touch(mode=0o600)
+            key.write_bytes(os.urandom(64))
+            names = {"socket": "s", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+            files = [f"--{option}={place / name}" for option, name in names.items()]
+            process = subprocess.Popen(
+                [program, "--foreground", "--force", f"--key-file={key}", *files],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            stack.callback(process.wait, 10)
+            stack.callback(process.terminate)
+            end = time.monotonic() + 20
+            while not (place / "s").exists():
+                assert process.poll() is None, (place / "log").read_text()
+                assert time.monotonic() < end, "munged makes its socket"
+                time.sleep(0.01)
+            return str(place / "s")
+
+        yield make

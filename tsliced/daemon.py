@@ -200,10 +200,12 @@ class Daemon:
         if config.peers.auth is None or not addresses:
             return None
         host, incarnation = HostName(config.daemon.host), new_incarnation()
+        credentials = load_credentials(config.peers, host)
+        stack.callback(credentials.close)
         identity = Identity(
             host=host,
             settings=config.peers,
-            credentials=load_credentials(config.peers, host),
+            credentials=credentials,
             hello=lambda other: self._hello(other, incarnation),
             allowed=frozenset(addresses),
         )

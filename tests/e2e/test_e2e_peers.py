@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Cluster:
         self.directory = directory / "keys"
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.hosts = [f"{name}=127.0.0.1:{port}" for name, port in self.ports.items()]
-        if auth != "none":
+        if auth in ("tls", "psk"):
             self.init(self.directory)
 
     def init(self, directory: Path) -> None:
@@ -108,6 +109,23 @@ def linked(make_host: MakeHost, cluster: Cluster) -> tuple[Host, Host]:
 def refusals(host: Host, code: str) -> list[str]:
     """Returns the reasons of the refusals with a code that a host told of."""
     return [e["reason"] for e in host.events("peer_refused") if e["code"] == code]
+
+
+def test_hosts_know_each_other_by_munge_and_refuse_whose_munged_has_another_key(
+    make_host: MakeHost, make_munged: Callable[[], str], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "munge", "n1", "n2", "n3")
+    place = make_munged()
+    n1 = make_host(settings=cluster.settings("n1", munge_socket=place))
+    n2 = make_host(settings=cluster.settings("n2", munge_socket=place))
+    n3 = make_host(settings=cluster.settings("n3", munge_socket=make_munged()))
+    wait_for(n1, "n2", "connected")
+    wait_for(n2, "n1", "connected")
+    for host in (n1, n2):
+        until(lambda host=host: refusals(host, "auth"), "n3 is refused")  # type: ignore[misc]  # of a lambda
+        assert refusals(host, "auth")[0] == "munge: Invalid credential"
+    assert not n3.events("peer_up")
+    assert n1.ask("status", host="n2")["status"]["host"] == "n2"
 
 
 @pytest.mark.parametrize("auth", ["tls", "psk", "none"])

@@ -498,6 +498,7 @@ EXAMPLES = {
     "auth",
     "hosts",
     "listen",
+    "munge_socket",
 }
 
 
@@ -546,7 +547,7 @@ class TestPeers:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ('hosts = ["n2"]', 'peers.auth: say how hosts prove who they are: "tls" or "psk"'),
+            ('hosts = ["n2"]', 'prove who they are: "tls", "psk" or "munge"'),
             ('listen = "n2"', "peers.auth: say how hosts prove who they are"),
             ('auth = "tls"\nhosts = ["n 2"]', "'n 2' names no host: write NAME, NAME=ADDRESS"),
             ('auth = "tls"\nhosts = ["n2=a:0"]', "'a:0' is no address"),
@@ -559,7 +560,7 @@ class TestPeers:
             ("reconnect_min_s = 9.0", "must be less than reconnect_max_s, 5 s"),
             ('auth = "none"\nhosts = ["n2=10.0.0.2"]', 'peers.auth: "none" lets anybody in'),
             ('auth = "none"\nlisten = "::"\nhosts = ["n2=::1"]', "who can reach [::]:7423"),
-            ('auth = "ssh"', "use one of tls, psk, none"),
+            ('auth = "ssh"', "use one of tls, psk, munge, none"),
         ],
     )
     def test_a_mistake_is_named_with_its_key(self, main: Path, text: str, problem: str) -> None:

@@ -115,9 +115,7 @@ def check_peers(config: Config) -> Iterator[Problem]:
     mistakes = list(_mistakes_in_addresses(config))
     yield from mistakes
     if peers.auth is None and (peers.hosts or peers.listen):
-        text = (
-            'say how hosts prove who they are: "tls" or "psk" (tslicectl cluster init makes keys)'
-        )
+        text = 'say how hosts prove who they are: "tls", "psk" or "munge" (see tslicectl cluster)'
         key = "hosts" if peers.hosts else "listen"
         yield Problem(config.origin("peers", key), "peers.auth", text)
     for less, more in (
@@ -135,7 +133,7 @@ def check_peers(config: Config) -> Iterator[Problem]:
         beyond = [a for a in (*_all_addresses(config),) if not a.is_loopback]
         if beyond:
             text = (
-                f'"none" lets anybody in who can reach {beyond[0]}: use "tls" or "psk", '
+                f'"none" lets anybody in who can reach {beyond[0]}: use "tls", "psk" or "munge", '
                 "or addresses on loopback, or set insecure = true"
             )
             yield Problem(config.origin("peers", "auth"), "peers.auth", text)

@@ -199,7 +199,7 @@ class PeerSettings:
 
     #: How daemons prove to each other who they are. Left out: there are no links, and nothing
     #: listens on TCP. ``none`` is for loopback, or with `insecure`.
-    auth: str | None = ruled(None, choices=("tls", "psk", "none"))
+    auth: str | None = ruled(None, choices=("tls", "psk", "munge", "none"))
     #: The hosts of the cluster: ``NAME``, ``NAME=ADDRESS`` or ``NAME=ADDRESS:PORT``. Hosts that
     #: share a group with this one need not be listed if their names are their addresses.
     hosts: tuple[str, ...] = ()
@@ -213,6 +213,8 @@ class PeerSettings:
     key_file: str = ruled("/etc/tsliced/peers/host.key", **_PATH_RULE)
     #: The key that all hosts share, for ``psk``.
     secret_file: str = ruled("/etc/tsliced/peers/secret", **_PATH_RULE)
+    #: Of munged; left out: where its library looks for it.
+    munge_socket: str | None = ruled(None, **_PATH_RULE)
     heartbeat_s: float = ruled(1.0, least=0.05)
     #: Silence after which a host is suspected, ...
     suspect_s: float = 3.0

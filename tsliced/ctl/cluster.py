@@ -57,9 +57,9 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--dir", metavar="DIR", type=text, help="where to make the directories")
     parser.add_argument(
         "--auth",
-        choices=("tls", "psk"),
+        choices=("tls", "psk", "munge"),
         default="tls",
-        help="a certificate for each host (default), or one key that all share",
+        help="a certificate for each host (default), one key that all share, or that of munged",
     )
     parser.add_argument("--force", action="store_true", help="write over what is there")
     parser.set_defaults(call=lambda options: _COMMANDS[options.what](options))
@@ -165,12 +165,13 @@ def _name(entry: str) -> str:
 def _make(directory: Path, entries: Sequence[str], auth: str) -> None:
     names = [_name(entry) for entry in entries]
     for name in names:
-        (directory / name / "peers").mkdir(parents=True)
+        (directory / name / ("" if auth == "munge" else "peers")).mkdir(parents=True)
         (directory / name / "peers.toml").write_text(_section(entries, auth))
     if auth == "psk":
         secret = secrets.token_hex(32) + "\n"
         for name in names:
             (directory / name / "peers" / "secret").write_text(secret)
+    if auth != "tls":
         return
     authority = directory / _AUTHORITY
     authority.mkdir()
@@ -254,11 +255,11 @@ def _openssl(*arguments: str) -> None:
 
 
 def _next_steps(directory: Path, names: Sequence[str], auth: str) -> list[str]:
+    keys = f"the host's own peers/ to {_PLACE}/, readable by root alone (cp -a), and\n     "
     steps = [
         f"Made {', '.join(f'{directory / name}' for name in names)}. On each host, as root:",
         "",
-        f"  1. copy the host's own peers/ to {_PLACE}/, readable by root alone (cp -a), and",
-        f"     its peers.toml to {_DROPIN}",
+        f"  1. copy {keys if auth != 'munge' else ''}its peers.toml to {_DROPIN}",
         "  2. tsliced --check-config && systemctl restart tsliced",
         "",
         "Then, on any of them: tslicectl status --all",

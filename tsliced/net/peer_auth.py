@@ -1,8 +1,11 @@
-"""How two daemons prove to each other who they are: certificates, or a key that both have.
+"""How two daemons prove to each other who they are: certificates, or a key that both have or use.
 
 With a shared key both sides answer a challenge, over fresh random numbers of both and the names and
 parts of both, so that no answer fits anywhere else. From the same numbers comes a key for each
 direction. Whoever has the key may call itself any host; and what is sent can be read on the way.
+
+With MUNGE each side sends a credential that only a daemon's user can make and open, over the same
+and with a half of a key in it: what comes of both halves takes the place of the shared key.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import os
 import ssl
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import msgpack
 
 from tsliced.config import PeerSettings
-from tsliced.net.peer_messages import PEER_VERSION, PeerRefused
+from tsliced.net.munge import Munge, MungeError
+from tsliced.net.peer_messages import NONCE_BYTES, PEER_VERSION, PeerRefused
 
 MIN_SECRET_BYTES: Final = 32
 MAX_SECRET_BYTES: Final = 4096
+#: So that what is made here fits nothing else.
+_PURPOSE: Final = "tsliced peers"
 
 
 class PeerAuthError(Exception):
@@ -36,6 +42,12 @@ class Credentials:
     secret: bytes = b""
     dialing: ssl.SSLContext | None = None
     accepting: ssl.SSLContext | None = None
+    munge: Munge | None = None
+
+    def close(self) -> None:
+        """Take leave of what was opened."""
+        if self.munge is not None:
+            self.munge.close()
 
 
 def load_credentials(peers: PeerSettings, host: str) -> Credentials:
@@ -46,6 +58,13 @@ def load_credentials(peers: PeerSettings, host: str) -> Credentials:
     assert peers.auth is not None
     if peers.auth == "psk":
         return Credentials(auth="psk", secret=_read_secret(peers.secret_file))
+    if peers.auth == "munge":
+        try:
+            # A call that takes longer has used up the time of the greeting.
+            munge = Munge(peers.munge_socket, timeout_s=peers.greeting_timeout_s / 2)
+        except MungeError as exc:
+            raise PeerAuthError(str(exc)) from exc
+        return Credentials(auth="munge", munge=munge)
     if peers.auth == "none":
         return Credentials(auth="none")
     _check_private(peers.key_file)
@@ -181,5 +200,56 @@ class Exchange:
 
     def _derive(self, purpose: str) -> bytes:
         names = [self.dialer, self.acceptor, self.dialer_nonce, self.acceptor_nonce]
-        text = msgpack.packb(["tsliced peers", list(PEER_VERSION)[:1], purpose, *names])
+        text = msgpack.packb([_PURPOSE, list(PEER_VERSION)[:1], purpose, *names])
         return hmac.digest(self.secret, text, "sha256")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What one side of a connection puts into its credential."""
+
+    part: str
+    dialer: str
+    acceptor: str
+    dialer_nonce: bytes
+    acceptor_nonce: bytes
+    key: bytes
+
+    async def seal(self, munge: Munge) -> str:
+        """Return the credential. Raises `PeerRefused` (``auth``)."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        try:
+            return await munge.seal(msgpack.packb([_PURPOSE, *values]))
+        except MungeError as exc:
+            raise PeerRefused("auth", f"munge: {exc}") from exc
+
+
+async def open_half_untrusted(munge: Munge, credential: str, host: str) -> Half:
+    """Return what a credential holds. Raises `PeerRefused` (``auth``)."""
+    try:
+        data = await munge.open(credential)
+    except MungeError as exc:
+        raise PeerRefused("auth", f"munge: {exc}") from exc
+    try:
+        purpose, part, dialer, acceptor, dialer_nonce, acceptor_nonce, key = msgpack.unpackb(data)
+    except Exception as exc:  # of msgpack, which has no root, or of another shape
+        raise PeerRefused("auth", f"the credential of {host} holds something else") from exc
+    numbers = (dialer_nonce, acceptor_nonce, key)
+    if purpose != _PURPOSE or not all(
+        isinstance(number, bytes) and len(number) == NONCE_BYTES for number in numbers
+    ):
+        raise PeerRefused("auth", f"the credential of {host} is for something else")
+    return Half(
+        part=part,
+        dialer=dialer,
+        acceptor=acceptor,
+        dialer_nonce=dialer_nonce,
+        acceptor_nonce=acceptor_nonce,
+        key=key,
+    )
+
+
+def check_half(half: Half, expected: Half, host: str) -> None:
+    """Raise `PeerRefused` (``auth``) if a half is not of this connection and the other side."""
+    if replace(half, key=b"") != replace(expected, key=b""):
+        raise PeerRefused("auth", f"the credential of {host} is of another connection")

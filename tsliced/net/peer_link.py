@@ -13,17 +13,26 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tsliced.config import PeerAddress, PeerSettings
 from tsliced.core.model import HostName
-from tsliced.net.peer_auth import Credentials, Exchange, check_certificate
+from tsliced.net.munge import Munge
+from tsliced.net.peer_auth import (
+    Credentials,
+    Exchange,
+    Half,
+    check_certificate,
+    check_half,
+    open_half_untrusted,
+)
 from tsliced.net.peer_messages import (
     GREETING_BYTES,
     NONCE_BYTES,
     PEER_VERSION,
     Bye,
     Challenge,
+    Credential,
     Frames,
     Greeting,
     Hello,
@@ -190,18 +199,12 @@ async def _introduce(link: Link, identity: Identity, host: HostName) -> Hello:
             version=PEER_VERSION, auth=credentials.auth, host=identity.host, to=host, nonce=nonce
         )
     )
+    exchange = None
     if credentials.auth == "psk":
-        challenge = await link.expect(Challenge)
-        assert isinstance(challenge, Challenge)
-        exchange = Exchange(
-            secret=credentials.secret,
-            dialer=identity.host,
-            acceptor=host,
-            dialer_nonce=nonce,
-            acceptor_nonce=challenge.nonce,
-        )
-        exchange.check(challenge.proof, exchange.proof_of_acceptor(), host)
-        link.send(Proof(proof=exchange.proof_of_dialer()))
+        exchange = await _prove(link, identity, host, nonce)
+    elif credentials.munge is not None:
+        exchange = await _prove_by_munge(link, credentials.munge, identity.host, host, nonce)
+    if exchange is not None:
         link.frames.use_keys(sending=exchange.key_of_dialer(), receiving=exchange.key_of_acceptor())
     link.trust()
     ours = identity.hello(host)
@@ -210,6 +213,44 @@ async def _introduce(link: Link, identity: Identity, host: HostName) -> Hello:
     assert isinstance(welcome, Welcome)
     _check_hello(ours, welcome.hello, host, identity.settings)
     return welcome.hello
+
+
+async def _prove(link: Link, identity: Identity, host: HostName, nonce: bytes) -> Exchange:
+    challenge = await link.expect(Challenge)
+    assert isinstance(challenge, Challenge)
+    exchange = Exchange(
+        secret=identity.credentials.secret,
+        dialer=identity.host,
+        acceptor=host,
+        dialer_nonce=nonce,
+        acceptor_nonce=challenge.nonce,
+    )
+    exchange.check(challenge.proof, exchange.proof_of_acceptor(), host)
+    link.send(Proof(proof=exchange.proof_of_dialer()))
+    return exchange
+
+
+async def _prove_by_munge(
+    link: Link, munge: Munge, here: HostName, host: HostName, nonce: bytes
+) -> Exchange:
+    credential = await link.expect(Credential)
+    assert isinstance(credential, Credential)
+    theirs = await open_half_untrusted(munge, credential.text, host)
+    expected = replace(theirs, part="acceptor", dialer=here, acceptor=host, dialer_nonce=nonce)
+    check_half(theirs, expected, host)
+    ours = replace(theirs, part="dialer", key=secrets.token_bytes(NONCE_BYTES))
+    link.send(Credential(text=await ours.seal(munge)))
+    return _exchange_of(theirs.key, ours)
+
+
+def _exchange_of(acceptor_key: bytes, dialer: Half) -> Exchange:
+    return Exchange(
+        secret=acceptor_key + dialer.key,
+        dialer=dialer.dialer,
+        acceptor=dialer.acceptor,
+        dialer_nonce=dialer.dialer_nonce,
+        acceptor_nonce=dialer.acceptor_nonce,
+    )
 
 
 async def receive_link(identity: Identity, sock: socket.socket) -> tuple[Link, Hello]:
@@ -246,19 +287,12 @@ async def _receive(link: Link, identity: Identity) -> Hello:
     check_greeting(greeting, host=identity.host, auth=credentials.auth, allowed=allowed)
     link.check_certificate(greeting.host)
     host = HostName(greeting.host)
+    exchange = None
     if credentials.auth == "psk":
-        exchange = Exchange(
-            secret=credentials.secret,
-            dialer=host,
-            acceptor=identity.host,
-            dialer_nonce=greeting.nonce,
-            acceptor_nonce=secrets.token_bytes(NONCE_BYTES),
-        )
-        proof = exchange.proof_of_acceptor()
-        link.send(Challenge(nonce=exchange.acceptor_nonce, proof=proof))
-        answer = await link.expect(Proof)
-        assert isinstance(answer, Proof)
-        exchange.check(answer.proof, exchange.proof_of_dialer(), host)
+        exchange = await _have_proved(link, identity, greeting)
+    elif credentials.munge is not None:
+        exchange = await _have_proved_by_munge(link, credentials.munge, greeting)
+    if exchange is not None:
         link.frames.use_keys(sending=exchange.key_of_acceptor(), receiving=exchange.key_of_dialer())
     link.trust()
     try:
@@ -271,6 +305,38 @@ async def _receive(link: Link, identity: Identity) -> Hello:
         raise
     link.send(Welcome(hello=ours))
     return theirs
+
+
+async def _have_proved(link: Link, identity: Identity, greeting: Greeting) -> Exchange:
+    exchange = Exchange(
+        secret=identity.credentials.secret,
+        dialer=greeting.host,
+        acceptor=identity.host,
+        dialer_nonce=greeting.nonce,
+        acceptor_nonce=secrets.token_bytes(NONCE_BYTES),
+    )
+    link.send(Challenge(nonce=exchange.acceptor_nonce, proof=exchange.proof_of_acceptor()))
+    answer = await link.expect(Proof)
+    assert isinstance(answer, Proof)
+    exchange.check(answer.proof, exchange.proof_of_dialer(), greeting.host)
+    return exchange
+
+
+async def _have_proved_by_munge(link: Link, munge: Munge, greeting: Greeting) -> Exchange:
+    ours = Half(
+        part="acceptor",
+        dialer=greeting.host,
+        acceptor=greeting.to,
+        dialer_nonce=greeting.nonce,
+        acceptor_nonce=secrets.token_bytes(NONCE_BYTES),
+        key=secrets.token_bytes(NONCE_BYTES),
+    )
+    link.send(Credential(text=await ours.seal(munge)))
+    credential = await link.expect(Credential)
+    assert isinstance(credential, Credential)
+    theirs = await open_half_untrusted(munge, credential.text, greeting.host)
+    check_half(theirs, replace(ours, part="dialer"), greeting.host)
+    return _exchange_of(ours.key, theirs)
 
 
 def _check_hello(ours: Hello, theirs: Hello, host: HostName, settings: PeerSettings) -> None:

@@ -84,6 +84,13 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Credential:
+    """With MUNGE: shows that who sent it runs as a daemon may, first of the side connected to."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """What a daemon is, and what must be the same on both sides."""
 
@@ -151,7 +158,18 @@ class Bye:
 
 
 PeerMessage: TypeAlias = (
-    Greeting | Challenge | Proof | Hello | Welcome | Refusal | Ping | Pong | Ask | Answer | Bye
+    Greeting
+    | Challenge
+    | Proof
+    | Credential
+    | Hello
+    | Welcome
+    | Refusal
+    | Ping
+    | Pong
+    | Ask
+    | Answer
+    | Bye
 )
 
 
@@ -298,6 +316,7 @@ _PARSERS: Final[dict[str, Callable[[Message], PeerMessage]]] = {
     "greeting": _parse_greeting,
     "challenge": _parse_challenge,
     "proof": lambda message: Proof(proof=_bytes_field(message, "proof", TAG_BYTES)),
+    "credential": lambda message: Credential(text=text_field(message, "text")),
     "hello": _parse_hello,
     "welcome": lambda message: Welcome(hello=_parse_hello(message)),
     "refusal": lambda m: Refusal(code=name_field(m, "code"), text=text_field(m, "text")),
@@ -313,6 +332,7 @@ _NAMES: Final[dict[type[Any], str]] = {
     Greeting: "greeting",
     Challenge: "challenge",
     Proof: "proof",
+    Credential: "credential",
     Hello: "hello",
     Welcome: "welcome",
     Refusal: "refusal",

@@ -130,3 +130,11 @@ def test_hosts_that_make_no_sense_are_wrong_usage(
         init(tmp_path, hosts=hosts)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_with_munge_there_is_nothing_to_make_but_the_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, "--auth", "munge") == 0
+    assert files_in(tmp_path) == {"n1/peers.toml", "n2/peers.toml"}
+    assert "copy its peers.toml to /etc/tsliced/tsliced.toml.d" in capsys.readouterr().out
