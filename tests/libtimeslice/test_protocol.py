@@ -38,6 +38,7 @@ from libtimeslice.protocol import (
     parse_untrusted,
     reply,
 )
+from libtimeslice.protocol.parsing import PARSERS
 
 ACQUIRE: dict[str, Any] = {
     "t": "acquire",
@@ -381,7 +382,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 def test_the_page_for_implementers_names_every_message_code_and_limit() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    missing = [name for name in protocol._PARSERS if f"`{name}`" not in page]
+    missing = [name for name in PARSERS if f"`{name}`" not in page]
     missing = [name for name in missing if f"### {name}" not in page and f'"{name}"' not in page]
     missing += [str(code) for code in ErrorCode if f"| `{code}` |" not in page]
     for limit in (protocol.MAX_FRAME, fields.MAX_TEXT, fields.MAX_EVENTS, fields.MAX_PID):
