@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +17,9 @@ from in_process import LIMIT_S, until
 from libtimeslice.protocol import Message
 from tsliced.config import PeerAddress, PeerSettings
 from tsliced.core.model import HostName
+from tsliced.ctl.__main__ import main as tslicectl
 from tsliced.net.listening import ListenError
-from tsliced.net.peer_auth import Credentials, Exchange
+from tsliced.net.peer_auth import Credentials, Exchange, load_credentials
 from tsliced.net.peer_link import Identity
 from tsliced.net.peer_messages import (
     NONCE_BYTES,
@@ -71,7 +73,7 @@ class Side:
 
     host: HostName
     settings: PeerSettings = SETTINGS
-    secret: bytes = SECRET
+    credentials: Credentials = field(default=Credentials(auth="psk", secret=SECRET))
     status: Callable[[], Message] = dict
     notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ class Side:
         identity = Identity(
             host=self.host,
             settings=self.settings,
-            credentials=Credentials(auth="psk", secret=self.secret),
+            credentials=self.credentials,
             hello=self.hello,
             allowed=frozenset(addresses),
         )
@@ -169,8 +171,8 @@ class Raw:
 
 
 @contextlib.asynccontextmanager
-async def stranger(address: PeerAddress) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection(*address)
+async def stranger(address: PeerAddress, tls: ssl.SSLContext | None = None) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection(*address, ssl=tls)
     try:
         yield Raw(reader, writer)
     finally:
@@ -508,6 +510,85 @@ def test_a_bug_ends_one_connection_and_not_the_daemon(run: Run) -> None:
             await until(lambda: len(one.told("peer_up")) == 2, "the link is made anew")
             assert [f["code"] for f in two.told("peer_refused")] == ["internal"]
             await until(lambda: state(peers2) == "connected", "it is up")
+
+    run(story())
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Credentials]:
+    """Returns what a host of one cluster proves itself with."""
+    directory = tmp_path_factory.mktemp("cluster")
+    arguments = ["--hosts", "n1,n2,n3", "--dir", str(directory / "keys")]
+    assert tslicectl(["cluster", "init", *arguments]) == 0
+
+    def credentials_of(host: str) -> Credentials:
+        place = directory / "keys" / host / "peers"
+        settings = replace(
+            SETTINGS,
+            auth="tls",
+            ca_file=str(place / "ca.crt"),
+            cert_file=str(place / "host.crt"),
+            key_file=str(place / "host.key"),
+        )
+        return load_credentials(settings, host)
+
+    return credentials_of
+
+
+def test_a_host_with_a_certificate_of_another_cannot_call_itself_that_one(
+    run: Run, certified: Callable[[str], Credentials]
+) -> None:
+    async def story() -> None:
+        side = Side(N2, credentials=certified("n2"))
+        greeting = Greeting(
+            version=PEER_VERSION, auth="tls", host="n1", to="n2", nonce=b"n" * NONCE_BYTES
+        )
+        async with side.serve(n1=NOBODY) as (peers, address):
+            async with stranger(address, certified("n3").dialing) as raw:
+                raw.send(greeting)
+                assert (await raw.refusal()).code == "auth"
+            told = side.told("peer_refused")
+            assert told[0]["reason"] == "the certificate is for n3, and not for n1"
+            assert state(peers) == "awaited"
+            async with stranger(address, certified("n1").dialing) as raw:
+                raw.send(greeting)
+                raw.send(Side(N1).hello(N2))
+                await until(lambda: state(peers) == "connected", "n1 itself is let in")
+
+    run(story())
+
+
+def test_who_answers_in_the_place_of_another_host_is_refused(
+    run: Run, certified: Callable[[str], Credentials]
+) -> None:
+    async def story() -> None:
+        one = Side(N1, credentials=certified("n1"))
+        # It has the name of n2 in its words, and a certificate of n3.
+        other = Side(N2, credentials=certified("n3"))
+        async with other.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: one.told("peer_refused"), "it is refused")
+            told = one.told("peer_refused")[0]
+            assert told["reason"] == "the certificate is for n3, and not for n2"
+            assert state(peers) == "awaited"
+            assert not other.told("peer_up")
+
+    run(story())
+
+
+def test_without_a_certificate_nobody_gets_a_word_in(
+    run: Run, certified: Callable[[str], Credentials]
+) -> None:
+    async def story() -> None:
+        side = Side(N2, credentials=certified("n2"))
+        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+        async with side.serve(n1=NOBODY) as (peers, address):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                async with stranger(address, bare) as raw:
+                    await raw.receive()
+            await until(lambda: side.told("peer_refused"), "it is told")
+            assert side.told("peer_refused")[0]["code"] == "auth"
+            assert state(peers) == "awaited"
 
     run(story())
 
