@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,78 @@ def test_a_host_that_hangs_is_lost_and_blames_nobody_when_it_goes_on(
     assert wait_for(other, names[stopped], "connected")["incarnation"] == incarnation
     wait_for(hung, names[1 - stopped], "connected")
     assert not hung.events("peer_lost")
+
+
+class Wire:
+    """Two network namespaces with a wire between them; for tests alone (RFC 2544)."""
+
+    ADDRESSES = ("198.18.7.1", "198.18.7.2")
+
+    def __init__(self) -> None:
+        self.names = [f"ts{os.getpid()}-{end}" for end in "ab"]
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            one, other = self.names
+            far = ["peer", "name", "wire", "netns", other]
+            ip("-n", one, "link", "add", "wire", "type", "veth", *far)
+            for name, address in zip(self.names, self.ADDRESSES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/30", "dev", "wire")
+                ip("-n", name, "link", "set", "lo", "up")
+            self.set("up")
+        except BaseException:
+            self.close()
+            raise
+
+    def set(self, state: str) -> None:
+        """Plugs the wire in ("up"), or pulls it out ("down")."""
+        for name in self.names:
+            ip("-n", name, "link", "set", "wire", state)
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=LIMIT_S)
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip(8), for network namespaces")
+    wire = Wire()
+    yield wire
+    wire.close()
+
+
+@pytest.mark.parametrize("auth", ["tls", "psk"])
+def test_hosts_that_a_network_parts_lose_and_find_each_other_and_both_live_on(
+    wire: Wire, make_host: MakeHost, tmp_path: Path, auth: str
+) -> None:
+    cluster = Cluster(tmp_path, auth, "n1", "n2")
+    hosts = [f"n{end}={address}" for end, address in enumerate(wire.ADDRESSES, start=1)]
+    n1, n2 = (
+        make_host(
+            settings=cluster.settings(name, hosts=hosts),
+            launcher=("ip", "netns", "exec", namespace),
+        )
+        for name, namespace in zip(("n1", "n2"), wire.names, strict=True)
+    )
+    sides = ((n1, "n2"), (n2, "n1"))
+    before = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
+    wire.set("down")
+    for host, other in sides:
+        assert wait_for(host, other, "lost")["reason"].startswith("nothing was heard of it for")
+        assert host.group()["state"] == "free", "the host itself serves on"
+    wire.set("up")
+    after = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
+    assert after == before
+    for host, _ in sides:
+        kinds = [event["kind"] for event in host.events("peer_up", "peer_suspect", "peer_lost")]
+        assert kinds == ["peer_up", "peer_suspect", "peer_lost", "peer_up"]
 
 
 def test_one_host_shows_the_state_of_all_and_says_of_whom_it_knows_nothing(
