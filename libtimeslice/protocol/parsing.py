@@ -232,8 +232,9 @@ def _parse_status(message: Message) -> StatusQuery:
 
 def _parse_show(message: Message) -> ShowQuery:
     kind = message.get("kind")
-    if kind not in ("job", "group", "device", "session", "lease"):
-        refuse_field(message, "kind", "must be 'job', 'group', 'device', 'session' or 'lease'")
+    if kind not in ("job", "group", "device", "session", "lease", "host"):
+        rule = "must be 'job', 'group', 'device', 'session', 'lease' or 'host'"
+        refuse_field(message, "kind", rule)
     return ShowQuery(id=id_field(message), kind=kind, name=text_field(message, "name"))
 
 

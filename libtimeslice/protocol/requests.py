@@ -161,7 +161,7 @@ class ShowQuery:
     """Asks for all that is known of one thing."""
 
     id: int
-    kind: Literal["job", "group", "device", "session", "lease"]
+    kind: Literal["job", "group", "device", "session", "lease", "host"]
     name: str
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -261,6 +262,12 @@ def test_one_host_shows_the_state_of_all_and_says_of_whom_it_knows_nothing(
         assert by_name["n3"]["reason"].startswith("n3 is ")
     jobs = n1.ask("status", host="n2")["status"]["jobs"]
     assert [job["job"]["id"] for job in jobs] == ["job-of-n2"]
+    page = ctl("show", "host", "n2", TSLICE_SOCKET=str(n1.socket))
+    assert f"incarnation  {peer(n1, 'n2')['incarnation']}" in page
+    page = ctl("show", "host", "n3", TSLICE_SOCKET=str(n1.socket))
+    assert re.search(r"^state +lost$", page, re.MULTILINE)
+    ctl("show", "host", "n1", status=3, TSLICE_SOCKET=str(n1.socket))
+    ctl("show", "host", "n4", status=3, TSLICE_SOCKET=str(n1.socket))
     text = ctl("status", "--all", TSLICE_SOCKET=str(n1.socket))
     assert "tsliced" in text
     assert "on n2, pid" in text

@@ -1,4 +1,4 @@
-"""`tslicectl show`: all that is known of one job, group, device, session or lease."""
+"""`tslicectl show`: all that is known of one job, group, device, session, lease or host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tsliced.ctl.output import (
 )
 from tsliced.ctl.status import problem_lines, rank_lines
 
-_KINDS = ("job", "group", "device", "session", "lease")
+_KINDS = ("job", "group", "device", "session", "lease", "host")
 
 
 def add_commands(commands: Commands) -> None:
     """Declares the command of this module."""
     show = commands.add(
-        "show", "show all that is known of one job, group, device, session or lease"
+        "show", "show all that is known of one job, group, device, session, lease or host"
     )
     show.add_argument("kind", choices=_KINDS, help="what it is")
     show.add_argument(
@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
         metavar="ID",
         type=text,
         help="a job's id, UID/ID or CLUSTER/UID/ID; a group's name; a device's UUID or index; "
-        "a session's or lease's id",
+        "a session's or lease's id; the name of another host",
     )
     show.set_defaults(call=show_one)
 
@@ -61,6 +61,7 @@ def shown_lines(shown: Message, *, colour: bool = False) -> list[str]:
         "device": _device_page,
         "session": _session_page,
         "lease": _lease_page,
+        "host": _host_page,
     }
     return pages[shown["kind"]](shown, colour=colour)
 
@@ -150,6 +151,21 @@ def _lease_page(lease: Message, *, colour: bool) -> list[str]:
         ("ranks", f"{lease['arrived']} of {lease['ranks']}"),
         ("waiters", str(lease["waiters"]) if lease["waiters"] is not None else NOTHING),
         ("reason", printable(lease["reason"] or NOTHING)),
+    )
+
+
+def _host_page(host: Message, *, colour: bool) -> list[str]:
+    rtt_s, ahead_s = host["rtt_s"], host["clock_ahead_s"]
+    return _facts(
+        ("host", host["host"]),
+        ("state", styled(host["state"], "red", colour=colour and host["state"] == "lost")),
+        ("since", duration(host["since_s"])),
+        ("reason", printable(host["reason"] or NOTHING)),
+        ("address", host["address"]),
+        ("round trip", f"{1000 * rtt_s:.1f} ms" if rtt_s is not None else NOTHING),
+        ("clock ahead", f"{ahead_s:+.3f} s" if ahead_s is not None else NOTHING),
+        ("version", host["version"] or NOTHING),
+        ("incarnation", host["incarnation"] or NOTHING),
     )
 
 

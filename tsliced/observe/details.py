@@ -1,4 +1,4 @@
-"""All that is known of one job, group, device, session or lease: the maps behind `show`."""
+"""All that is known of one job, group, device, session, lease or host: the maps behind `show`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,20 @@ class Details:
                 return self._device(name)
             case "session":
                 return self._session_named(name)
+            case "host":
+                return self._host(name)
             case _:
                 return self._lease_named(name)
+
+    def _host(self, name: str) -> Message:
+        peers = self.status.peers()
+        for peer in peers:
+            if peer["host"] == name:
+                return {"kind": "host", **peer}
+        if name == self.machine.config.host:
+            raise NotFound(f"{name} is this host: see tslicectl status")
+        known = ", ".join(peer["host"] for peer in peers) or "none"
+        raise NotFound(f"there is no link to a host {name!r}; there are: {known}")
 
     # --- jobs ---------------------------------------------------------------------------------
 
