@@ -107,14 +107,20 @@ class Alarms:
         self.stuck[op] = alarm
         granting = self.granting
         granting.out.append(Note(kind="stuck", level="error", facts=alarm.facts(now)))
-        told = Reason(cause=cause, text=alarm.text(now))
+        told = granting.hung[start.tenancy] = Reason(cause=cause, text=alarm.text(now))
+        granting.set_all_aside(start.tenancy.groups)
         for round_ in granting.concerned(start.tenancy):
             if round_.state is RoundState.MOVING:
                 granting.tell_stalled(round_, start.tenancy.job, told)
 
     def _lower(self, op: OpId, text: str, now: float) -> None:
-        facts = {**self.stuck.pop(op).facts(now), "reason": text}
+        alarm = self.stuck.pop(op)
+        facts = {**alarm.facts(now), "reason": text}
         self.granting.out.append(Note(kind="unstuck", level="warning", facts=facts))
+        key = alarm.start.tenancy
+        if all(other.start.tenancy != key for other in self.stuck.values()):
+            del self.granting.hung[key]
+            self.granting.todo += key.groups
 
     def _set_clock(self, op: OpId, at: float) -> None:
         self.granting.timers.set(TimerKey(TimerKind.STUCK, op), at)

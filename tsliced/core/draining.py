@@ -5,6 +5,8 @@ Rules:
 * A drained group takes nobody in. Who holds it keeps it to the end of its lease.
 * A round that wants a drained group waits outside of all queues and has none of its groups, so that
   it is in nobody's way elsewhere. It keeps its place by arrival, and takes it again afterwards.
+* So does a round over several groups of which one stands still: another job on it is BLOCKED,
+  PINNED or in a call that does not come back, or a device of it is lost. The rest goes on.
 * Where it is to be parked too, what is on the devices and not held is taken off them.
 
 What is drained is on record: a restart of the daemon lets nobody in.
@@ -19,10 +21,23 @@ from tsliced.core.actions import DrainRecord, Note
 from tsliced.core.arbiter import Arbiter
 from tsliced.core.books import Books
 from tsliced.core.coordinator import Place
-from tsliced.core.model import Cause, Drain, GroupName, Reason, RoundId
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    Drain,
+    GroupName,
+    JobKey,
+    Reason,
+    RoundId,
+    TenancyKey,
+)
+from tsliced.core.remedies import out_of_block, out_of_hang, out_of_loss, out_of_pin
 from tsliced.core.rounds import ASIDE, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.tenancies import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
+
+#: As with `RoundState`: every acquire asks for it.
+_BLOCKED = Place.BLOCKED
 
 #: States of a round that has or wants its groups and is not granted.
 _ON_ITS_WAY = frozenset({QUEUED, MOVING, GRANTING})
@@ -33,7 +48,11 @@ class Draining(Books):
     """The books of one host, with the groups in them that are drained."""
 
     drains: dict[GroupName, Drain] = field(default_factory=dict)
-    #: Rounds that want a drained group.
+    #: Devices that are there no more, and why.
+    lost: dict[DeviceId, Reason] = field(default_factory=dict)
+    #: Whose driver calls do not come back, and what waiters are told of it.
+    hung: dict[TenancyKey, Reason] = field(default_factory=dict)
+    #: Rounds that want a group that nobody is let onto.
     aside: dict[RoundId, None] = field(default_factory=dict)
     #: Groups that a round has left without having held them.
     vacated: dict[GroupName, None] = field(default_factory=dict)
@@ -63,38 +82,71 @@ class Draining(Books):
             self.out.append(Note(kind="undrained", level="info", facts={"groups": group}))
         return True
 
-    # --- rounds that want a drained group -----------------------------------------------------
+    # --- rounds that want what cannot be had --------------------------------------------------
 
-    def set_all_aside(self, group: GroupName) -> None:
-        """Let every round wait elsewhere that wants a group and is not granted."""
+    def set_all_aside(self, groups: Iterable[GroupName]) -> None:
+        """Let every round wait elsewhere that wants what it cannot have, and is not granted."""
+        concerned = set(groups)
         for round_ in list(self.rounds.values()):
-            if group in round_.groups and round_.state in _ON_ITS_WAY:
+            if round_.state in _ON_ITS_WAY and not concerned.isdisjoint(round_.groups):
                 self.set_aside(round_)
 
     def set_aside(self, round_: Round) -> bool:
-        """Let a round wait outside of the queues if a group of it is drained; return whether."""
-        group = next((group for group in round_.groups if group in self.drains), None)
-        if group is None:
+        """Let a round wait outside of the queues if it cannot have a group; return whether."""
+        if (bar := self._bar(round_)) is None:
             return False
         for name in round_.groups:
             self.leave(self.arbiters[name], round_)
         round_.state, round_.reserved = ASIDE, 0
         self.aside[round_.id] = None
-        text = f"group {group} is drained by {self.drains[group].by}: nobody is let in"
-        self.tell_stalled(round_, round_.job, Reason(cause=Cause.DRAINED, text=text))
+        self.tell_stalled(round_, *bar)
         return True
 
     def come_back(self) -> list[Round]:
         """Return the rounds that may queue again, the first come first."""
-        back = [
-            round_
-            for round_ in map(self.rounds.__getitem__, self.aside)
-            if self.drains.keys().isdisjoint(round_.groups)
-        ]
+        aside = map(self.rounds.__getitem__, self.aside)
+        back = [round_ for round_ in aside if self._bar(round_) is None]
         for round_ in back:
             del self.aside[round_.id]
             round_.state, round_.stalled = QUEUED, None
         return sorted(back, key=lambda round_: round_.place)
+
+    def _bar(self, round_: Round) -> tuple[JobKey, Reason, str] | None:
+        """Say whose state keeps a round out of the queues, why, and what helps; None: nothing."""
+        for group in round_.groups:
+            if (drain := self.drains.get(group)) is not None:
+                text = f"group {group} is drained by {drain.by}: nobody is let in"
+                return round_.job, Reason(cause=Cause.DRAINED, text=text), ""
+        if len(round_.groups) == 1:
+            # It keeps nothing from others that they could have.
+            return None
+        if (loss := self.loss_of(round_)) is not None:
+            return round_.job, loss, out_of_loss()
+        for group in round_.groups:
+            for tenancy in self.tenancies.residents(group):
+                job = tenancy.key.job
+                if job == round_.job:
+                    continue
+                if (stop := self.stop_of(tenancy)) is not None:
+                    return job, *stop
+                if (hang := self.hung.get(tenancy.key)) is not None:
+                    return job, hang, out_of_hang(job)
+        return None
+
+    def loss_of(self, round_: Round) -> Reason | None:
+        """Say which device of a round's groups is lost, if one is."""
+        group_of = self.tenancies.group_of
+        lost = (reason for d, reason in self.lost.items() if group_of.get(d) in round_.groups)
+        return next(lost, None)
+
+    def stop_of(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
+        """Say why a tenancy is BLOCKED or PINNED, and what helps; None: it is not."""
+        coordinator, job = tenancy.coordinator, tenancy.key.job
+        if coordinator.place is _BLOCKED and coordinator.reason is not None:
+            return coordinator.reason, out_of_block(job, coordinator.reason)
+        if coordinator.pinned is not None:
+            return coordinator.pinned, out_of_pin(job)
+        return None
 
     # --- groups that are left -----------------------------------------------------------------
 

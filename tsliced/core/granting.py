@@ -26,7 +26,6 @@ from tsliced.core.draining import Draining
 from tsliced.core.model import (
     LASTING,
     Cause,
-    DeviceId,
     Drain,
     GroupName,
     JobKey,
@@ -63,9 +62,6 @@ _REFUSAL_CODES = frozenset({Cause.NO_HOST_MEMORY, Cause.NO_DEVICE_MEMORY, Cause.
 #: Causes for which a job is held back.
 _OWN_FAULTS = frozenset({Cause.DRIVER, Cause.FAILED, Cause.UNSUPPORTED})
 
-#: As with `RoundState`: every acquire asks for it.
-_BLOCKED = Place.BLOCKED
-
 #: Somebody else is on the devices.
 _COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
@@ -78,8 +74,6 @@ class Granting(Draining):
     random: Random
     #: Order of arrival given out last.
     last_place: int = 0
-    #: Devices that are there no more, and why.
-    lost: dict[DeviceId, Reason] = field(default_factory=dict)
     #: Being brought back because an operator wants it tried again: no round waits for them.
     tried: dict[TenancyKey, None] = field(default_factory=dict)
 
@@ -93,6 +87,8 @@ class Granting(Draining):
 
     def work_off(self, now: float) -> None:
         """Let the next round have what is free, and look again at who has what has changed."""
+        if self.aside:
+            self._let_back(now)
         while self.todo:
             group = self.todo.popleft()
             self.arbiters[group].choose(now=now)
@@ -109,10 +105,12 @@ class Granting(Draining):
         if not self.set_drain(group, drain):
             return
         if drain is not None:
-            self.set_all_aside(group)
+            self.set_all_aside([group])
+        self.work_off(now)
+
+    def _let_back(self, now: float) -> None:
         for round_ in self.come_back():
             self.advance(round_, now)
-        self.work_off(now)
 
     # --- the way of a round -------------------------------------------------------------------
 
@@ -149,7 +147,7 @@ class Granting(Draining):
             self._grant_round(round_, now)
 
     def _reserve(self, round_: Round, now: float) -> bool:
-        if self.drains and self.set_aside(round_):
+        if (self.drains or len(round_.groups) > 1) and self.set_aside(round_):
             return False
         while round_.reserved < len(round_.groups):
             arbiter = self.arbiters[round_.groups[round_.reserved]]
@@ -183,7 +181,7 @@ class Granting(Draining):
             text = str(self.explain_fault(round_.job, now))
             self._refuse_round(round_, "job_faulted", text, now)
             return False
-        if (loss := self._loss(round_)) is not None:
+        if (loss := self.loss_of(round_)) is not None:
             self.tell_stalled(round_, round_.job, loss, out_of_loss())
             return False
         try:
@@ -215,12 +213,6 @@ class Granting(Draining):
                 self.out += self.tenancies.admit(tenancy.key, now=now)
         return not missing
 
-    def _loss(self, round_: Round) -> Reason | None:
-        """Say which device of a round's groups is lost, if one is."""
-        group_of = self.tenancies.group_of
-        lost = (reason for d, reason in self.lost.items() if group_of.get(d) in round_.groups)
-        return next(lost, None)
-
     def _clear_off(self, tenancy: Tenancy, round_: Round, now: float) -> None:
         coordinator = tenancy.coordinator
         round_.moved = True
@@ -233,11 +225,8 @@ class Granting(Draining):
 
     def _obstacle(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
         """Say why a tenancy in the way must stay, if it must, and what helps."""
-        coordinator, job = tenancy.coordinator, tenancy.key.job
-        if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
-            return coordinator.reason, out_of_block(job, coordinator.reason)
-        if coordinator.pinned is not None:
-            return coordinator.pinned, out_of_pin(job)
+        if (stop := self.stop_of(tenancy)) is not None:
+            return stop
         for group in tenancy.reach:
             holder = self.chosen_for(group)
             if holder is None or holder.job != tenancy.key.job:
@@ -255,14 +244,9 @@ class Granting(Draining):
 
     def explain_stop(self, tenancy: Tenancy, now: float) -> Standstill | None:
         """Say why a tenancy is BLOCKED or PINNED; None: it is not."""
-        coordinator, job = tenancy.coordinator, tenancy.key.job
-        if coordinator.place is _BLOCKED and coordinator.reason is not None:
-            reason, way_out = coordinator.reason, out_of_block(job, coordinator.reason)
-        elif coordinator.pinned is not None:
-            reason, way_out = coordinator.pinned, out_of_pin(job)
-        else:
+        if (stop := self.stop_of(tenancy)) is None:
             return None
-        return Standstill(reason, now - coordinator.stopped_at, way_out)
+        return Standstill(stop[0], now - tenancy.coordinator.stopped_at, stop[1])
 
     def _pausing(self, round_: Round) -> bool:
         return self.timers.get(TimerKey(TimerKind.RETRY, round_.id)) is not None
@@ -352,6 +336,7 @@ class Granting(Draining):
                 self._bring_back(key, chosen, now)
             case Blocked(reason=reason):
                 self.note_fault("blocked", key, reason, out_of_block(key.job, reason))
+                self.set_all_aside(self.tenancies.all[key].reach)
             case _:
                 assert_never(outcome)
         self.tried.pop(key, None)
@@ -404,6 +389,7 @@ class Granting(Draining):
         if coordinator.pinned is None:
             self.out += coordinator.pin(reason, now=now)
             self.note_fault("pinned", key, reason, out_of_pin(key.job))
+            self.set_all_aside(self.tenancies.all[key].reach)
 
     def _on_admission_failed(
         self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float
@@ -535,7 +521,7 @@ class Granting(Draining):
             group = round_.groups[round_.reserved]
             assert round_.id in self.arbiters[group].queue, "it waits for the next one"
         elif round_.state is ASIDE:
-            assert round_.id in self.aside, "it is known to wait for a group that is drained"
+            assert round_.id in self.aside, "it is known to want what it cannot have"
         elif round_.state is not GATHERING:
             assert round_.reserved == len(round_.groups), "it has all of its groups"
         states = {lease.state for lease in round_.members.values()}

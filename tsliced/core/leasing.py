@@ -79,7 +79,10 @@ class Leasing(Turns):
         self.put_session(session)
         if not session.tool:
             self.tenancies.claim(session.process, session.job)
-        self.out += (session.record(), WatchProcess(process=event.process))
+        if not session.tool:
+            # A tool opens another session when it comes back, so a restart need not know of it.
+            self.out.append(session.record())
+        self.out.append(WatchProcess(process=event.process))
 
     def on_disconnected(self, session_id: SessionId, now: float) -> None:
         """Wait for a client to come back as long as it may."""

@@ -46,6 +46,8 @@ class Losses:
         for tenancy in self.tenancies.all.values():
             self._set_fault(tenancy, now)
         self._clear_faults()
+        if known:
+            self.granting.set_all_aside(self.granting.arbiters)
         self.granting.advance_all()
 
     def _set_fault(self, tenancy: Tenancy, now: float) -> None:

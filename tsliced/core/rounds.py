@@ -2,7 +2,7 @@
 
     GATHERING -> QUEUED -> MOVING -> HELD -> over
                     |         `-> GRANTING (no token left in the block) -> HELD
-                    `<-> ASIDE (a group of it is drained; from MOVING and GRANTING too)
+                    `<-> ASIDE (a group of it cannot be had; from MOVING and GRANTING too)
 
 A round of several ranks is complete when all of them asked (or, by choice, at the first), is
 granted to all at once, and is over when all have released.

@@ -151,6 +151,7 @@ class Oracle:
             "leases": leasing.leases,
             "rounds": leasing.rounds,
             "rounds that were set aside": leasing.aside,
+            "tenancies in calls that do not come back": leasing.hung,
             "tenancies that are tried": leasing.tried,
             "faults": leasing.faults,
             "gangs": leasing.gangs,

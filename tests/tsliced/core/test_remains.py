@@ -286,3 +286,11 @@ def test_an_orphan_that_lost_a_rank_is_ended_by_whichever_comes_first() -> None:
     for rank in left:
         world.die(rank)
     assert not world.machine.remains.jobs
+
+
+def test_a_tool_is_not_on_record_so_that_a_restart_takes_it_for_no_client() -> None:
+    world = World()
+    tool = world.session(A, tool=True)
+    assert ("session", tool) not in world.journal
+    world.restart()
+    assert tool not in world.machine.leasing.sessions
