@@ -379,7 +379,12 @@ class Daemon:
             reserved_bytes=around.ledgers.host.promised,
         )
         details = Details(machine=driver.machine, status=status)
-        server = Server(
+        peers = None
+        if (door := base.door) is not None:
+            peers = Peers(door.identity, door.addresses, note=driver.note, status=status.status)
+            status.peers = peers.shown
+            _warn_of_door(driver, door)
+        return Server(
             driver,
             config.limits.server,
             authority=authority,
@@ -389,14 +394,8 @@ class Daemon:
             status=status,
             shares=shares,
             vault=self.notifier,
+            peers=peers,
         )
-        if (door := base.door) is not None:
-            server.peers = Peers(
-                door.identity, door.addresses, note=driver.note, status=status.status
-            )
-            status.peers = server.peers.shown
-            _warn_of_door(driver, door)
-        return server
 
     def _make_access(self, inventory: tuple[Device, ...]) -> DeviceAccess | None:
         mode = self.config.authority.device_cgroup

@@ -19,11 +19,25 @@ from tsliced.core.actions import (
     TellStalled,
 )
 from tsliced.core.model import JobKey
+from tsliced.core.sessions import LeaseState, Session
 
 
 def job_message(job: JobKey) -> Message:
     """Return a job's key as a map."""
     return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
+
+
+def held_leases(session: Session) -> list[Message]:
+    """Return the leases that a session holds, for a client that comes back."""
+    return [
+        {
+            "lease": lease.id,
+            "groups": list(lease.groups),
+            "tokens": {group: token.as_int() for group, token in lease.tokens},
+        }
+        for lease in session.leases.values()
+        if lease.state is LeaseState.HELD
+    ]
 
 
 def _grant(action: Grant) -> Message:

@@ -6,12 +6,9 @@ the worst that happens is an error to it.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
 from hmac import compare_digest
 from typing import Any
 
@@ -56,7 +53,6 @@ from tsliced.core.events import (
     SessionDisconnected,
     SessionOpened,
     SessionResumed,
-    SignOfLife,
 )
 from tsliced.core.model import (
     Arrival,
@@ -69,20 +65,23 @@ from tsliced.core.model import (
     RequestId,
     SessionId,
 )
-from tsliced.core.sessions import LeaseState
+from tsliced.core.sessions import Session
 from tsliced.core.value import maker
 from tsliced.driver import ClientAction, Driver
-from tsliced.host.history import Follower
 from tsliced.host.membership import Membership
+from tsliced.net.adoption import adopt
 from tsliced.net.authority import Authority
-from tsliced.net.connection import Connection, Peer, peer_of
+from tsliced.net.client import Client, ask_all
+from tsliced.net.connection import Connection, Peer
 from tsliced.net.enrolment import Enrolment
+from tsliced.net.inquiries import Inquiries
 from tsliced.net.operations import Operations
-from tsliced.net.peers import Peers, Unanswered
+from tsliced.net.peers import Peers
 from tsliced.net.reception import Reception
-from tsliced.net.replies import MESSAGES, job_message
-from tsliced.net.shares import Share, Shares
-from tsliced.net.survivors import Survivor, Vault, end, session_of
+from tsliced.net.replies import MESSAGES, held_leases, job_message
+from tsliced.net.shares import Shares
+from tsliced.net.survivors import Vault
+from tsliced.net.tidings import Tidings
 from tsliced.observe.status import StatusPage
 
 CAPABILITIES = [
@@ -100,9 +99,6 @@ CAPABILITIES = [
 
 #: Emptying a cache takes milliseconds, and is not worth waiting for long.
 EMPTY_CACHE_LIMIT_S = 5.0
-#: Events that wait for one follower; beyond that it loses some and is told how many.
-FOLLOW_LIMIT = 4096
-FOLLOW_BATCH = 256
 
 #: By its name on the wire.
 _ARRIVALS = {arrival.value: arrival for arrival in Arrival}
@@ -111,31 +107,6 @@ _ARRIVALS = {arrival.value: arrival for arrival in Arrival}
 # knows costs more than to make the event.
 _make_acquire: Callable[..., AcquireRequested] = maker(AcquireRequested)
 _make_release: Callable[..., ReleaseRequested] = maker(ReleaseRequested)
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """A session as the server sees it: the connection that it has now, and what is open on it."""
-
-    session: SessionId
-    peer: Peer
-    share: Share
-    job: JobKey
-    connection: Connection | None
-    hooks: bool = False
-    #: Its process can empty its caching allocator when asked.
-    empties_cache: bool = False
-    tool: bool = False
-    #: It promised signs of life.
-    heartbeats: bool = False
-    #: Requests that are not answered yet.
-    open_requests: int = 0
-    #: The daemon's own requests, by their ids.
-    asked: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
-    last_asked: int = 0
-    follower: Follower | None = None
-    #: Its connections to daemons before this one, while it has not come back.
-    survivors: list[Survivor] = field(default_factory=list)
 
 
 class Server:
@@ -153,16 +124,18 @@ class Server:
         status: StatusPage,
         shares: Shares,
         vault: Vault,
+        peers: Peers | None = None,
     ) -> None:
         self.limits = limits
         #: Where other hosts are asked; None: there are no links.
-        self.peers: Peers | None = None
+        self.peers = peers
         self._driver = driver
         self._membership = membership
         self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
         self._enrolment = enrolment
         self._operations = operations
-        self._status = status
+        self._inquiries = Inquiries(driver, status, operations, peers)
+        self._tidings = Tidings(driver)
         self._shares = shares
         self._vault = vault
         self._connections: dict[Connection, None] = {}
@@ -175,14 +148,14 @@ class Server:
             Cancel: self._on_cancel,
             Register: self._on_register,
             Attach: self._on_register,
-            PhaseMark: self._on_phase,
-            Progress: self._on_progress,
-            QueueDepth: self._on_queue,
-            Heartbeat: self._on_heartbeat,
-            StatusQuery: self._on_status,
-            PsQuery: self._on_ps,
-            EventsQuery: self._on_events,
-            ShowQuery: self._on_show,
+            PhaseMark: self._tidings.on_phase,
+            Progress: self._tidings.on_progress,
+            QueueDepth: self._tidings.on_queue,
+            Heartbeat: self._tidings.on_heartbeat,
+            StatusQuery: self._inquiries.on_status,
+            PsQuery: self._inquiries.on_ps,
+            EventsQuery: self._inquiries.on_events,
+            ShowQuery: self._inquiries.on_show,
             JobOrder: self._on_job_order,
             DrainOrder: self._on_drain_order,
             Ping: self._on_ping,
@@ -207,45 +180,15 @@ class Server:
             self._membership.register(session.process, session.job)
 
     def adopt(self, kept: Iterable[tuple[str, socket.socket]]) -> int:
-        """Know by their old connections which clients are there; return how many are.
-
-        One that is not among them left, or was never kept: it has its grace to come back.
-        """
-        adopted = 0
-        for name, sock in kept:
-            client = self._clients.get(session_of(name))
-            if client is None or _process_of(sock) != client.peer.process:
-                self._vault.drop(name)
-                end(sock)
-                sock.close()
-                continue
-
-            def on_gone(survivor: Survivor, client: Client = client) -> None:
-                self._on_survivor_gone(client, survivor)
-
-            client.survivors.append(Survivor(name, sock, self._vault, on_gone))
-            self._driver.post(SessionResumed(session=client.session))
-            adopted += 1
-        return adopted
-
-    def _on_survivor_gone(self, client: Client, survivor: Survivor) -> None:
-        client.survivors.remove(survivor)
-        if not client.survivors:
-            self._driver.post(SessionDisconnected(session=client.session))
-
-    def _close_survivors(self, client: Client) -> None:
-        for survivor in client.survivors:
-            survivor.close()
-        client.survivors.clear()
+        """Know by their old connections which clients are there; return how many are."""
+        return adopt(kept, self._clients, self._driver, self._vault)
 
     def close(self) -> None:
         """Leave all connections; their sessions go on with the next daemon."""
         for connection in list(self._connections):
             connection.leave()
         for client in self._clients.values():
-            for survivor in client.survivors:
-                survivor.leave()
-            client.survivors.clear()
+            client.leave_survivors()
 
     # --- connections (Desk) -------------------------------------------------------------------
 
@@ -282,15 +225,8 @@ class Server:
         self._driver.post(ended(session=client.session))
 
     def _disconnect(self, client: Client) -> None:
-        client.connection = None
-        client.share.requests -= client.open_requests
-        client.open_requests = 0
-        for future in client.asked.values():
-            future.cancel()
-        client.asked.clear()
-        if client.follower is not None:
-            self._driver.around.history.unfollow(client.follower)
-            client.follower = None
+        client.disconnect()
+        self._inquiries.unfollow(client)
 
     # --- hello --------------------------------------------------------------------------------
 
@@ -304,12 +240,13 @@ class Server:
                 # The old connection is dead, or a copy of the client tries: the newest one counts.
                 client.connection.close()
                 self._disconnect(client)
-            self._close_survivors(client)
+            client.close_survivors()
             client.connection, connection.session = connection, client.session
             # The journal does not have it.
             client.empties_cache = "empty_cache" in hello.caps
             self._driver.post(SessionResumed(session=client.session))
-            self._welcome(client, resumed=True)
+            session = self._driver.machine.leasing.sessions[client.session]
+            self._welcome(client, secret=session.secret, groups=session.groups, resumed=session)
             self._keep(connection, hello)
             return
         self._reception.receive(connection, hello)
@@ -356,7 +293,7 @@ class Server:
                 heartbeat_s=hello.heartbeat_s,
             )
         )
-        self._welcome(client, resumed=False, secret=secret, groups=groups)
+        self._welcome(client, secret=secret, groups=groups)
         self._keep(connection, hello)
 
     def _keep(self, connection: Connection, hello: Hello) -> None:
@@ -368,39 +305,26 @@ class Server:
         self,
         client: Client,
         *,
-        resumed: bool,
-        secret: bytes | None = None,
-        groups: Iterable[GroupName] = (),
+        secret: bytes,
+        groups: Iterable[GroupName],
+        resumed: Session | None = None,
     ) -> None:
-        machine = self._driver.machine
-        leases: list[Message] = []
-        if resumed:
-            session = machine.leasing.sessions[client.session]
-            secret, groups = session.secret, session.groups
-            leases = [
-                {
-                    "lease": lease.id,
-                    "groups": list(lease.groups),
-                    "tokens": {group: token.as_int() for group, token in lease.tokens},
-                }
-                for lease in session.leases.values()
-                if lease.state is LeaseState.HELD
-            ]
+        config = self._driver.machine.config
         assert client.connection is not None
         client.connection.send(
             {
                 "t": "welcome",
                 "version": list(PROTOCOL_VERSION),
                 "daemon": f"tsliced/{VERSION}",
-                "host": machine.config.host,
+                "host": config.host,
                 "caps": CAPABILITIES,
                 "session": client.session,
                 "secret": secret,
-                "resumed": resumed,
-                "grace_s": machine.config.limits.grace_s,
+                "resumed": resumed is not None,
+                "grace_s": config.limits.grace_s,
                 "job": job_message(client.job),
                 "groups": list(groups),
-                "leases": leases,
+                "leases": held_leases(resumed) if resumed is not None else [],
             }
         )
 
@@ -475,7 +399,7 @@ class Server:
             share.requests += 1
             return True
         text = f"{most} requests of {who} wait for an answer already, which is the limit {name}"
-        self._send(client, error_reply(request, "would_exceed_limit", text))
+        client.send(error_reply(request, "would_exceed_limit", text))
         return False
 
     def _on_register(self, client: Client, request: Register | Attach) -> None:
@@ -492,119 +416,28 @@ class Server:
             if client.open_requests:
                 client.open_requests -= 1
                 client.share.requests -= 1
-            self._send(client, answer)
+            client.send(answer)
 
         self._driver.around.tasks.create_task(enrol(), name="enrol a rank")
 
-    def _on_phase(self, client: Client, request: PhaseMark) -> None:
-        self._driver.note(
-            "phase", "info", job=str(client.job), name=request.name, begin=request.begin
-        )
-        self._heard(client)
-
-    def _on_progress(self, client: Client, request: Progress) -> None:
-        self._driver.note("progress", "info", **{**request.fields, "job": str(client.job)})
-        self._heard(client)
-
-    def _on_queue(self, client: Client, request: QueueDepth) -> None:
-        self._driver.note(
-            "queue",
-            "info",
-            job=str(client.job),
-            name=request.name,
-            depth=request.depth,
-            target=request.target,
-        )
-        self._heard(client)
-
-    def _on_heartbeat(self, client: Client, request: Heartbeat) -> None:
-        self._heard(client)
-
-    def _heard(self, client: Client) -> None:
-        """Know that the client's own code goes on; what its library does by itself is no sign."""
-        if client.heartbeats:
-            self._driver.post(SignOfLife(session=client.session))
-
-    def _on_status(self, client: Client, request: StatusQuery) -> None:
-        host = request.host
-        if host is None or host == self._driver.machine.config.host:
-            self._send_whole(client, reply(request.id, status=self._status.status()))
-        elif self.peers is None:
-            text = f"there is no link to {host!r}: see [peers] in the configuration"
-            self._send(client, error_reply(request.id, "not_found", text))
-        else:
-            self.peers.ask_status(host, partial(self._send_status, client, request.id))
-
-    def _send_status(self, client: Client, request: int, found: Message | Unanswered) -> None:
-        if isinstance(found, Unanswered):
-            self._send(client, error_reply(request, found.code, found.text))
-        else:
-            self._send_whole(client, reply(request, status=found))
-
-    def _on_ps(self, client: Client, request: PsQuery) -> None:
-        self._send_whole(client, reply(request.id, ranks=self._status.ranks()))
-
-    def _on_events(self, client: Client, request: EventsQuery) -> None:
-        self._driver.write_notes()
-        history, limit = self._driver.around.history, request.limit
-        while True:
-            page = history.since(request.since, limit)
-            if self._send(client, reply(request.id, events=page.events, next=page.next)):
-                break
-            # More than a frame holds. A part is as good: `next` says where to go on.
-            limit //= 2
-        if request.follow and client.follower is None:
-            loop = asyncio.get_running_loop()
-
-            def wake() -> None:
-                loop.call_soon(self._send_followed, client)
-
-            client.follower = history.follow(wake, limit=FOLLOW_LIMIT)
-
-    def _on_show(self, client: Client, request: ShowQuery) -> None:
-        self._send_whole(client, self._operations.show(client.peer, request))
-
     def _on_job_order(self, client: Client, request: JobOrder) -> None:
-        self._operations.on_job(client.peer, request, partial(self._send, client))
+        self._operations.on_job(client.peer, request, client.send)
 
     def _on_drain_order(self, client: Client, request: DrainOrder) -> None:
-        self._operations.on_drain(client.peer, request, partial(self._send_whole, client))
-
-    def _send_followed(self, client: Client) -> None:
-        follower = client.follower
-        if follower is None:
-            return
-        events = follower.take(FOLLOW_BATCH)
-        for event in events:
-            self._send(client, {"t": "event", "event": event})
-        if len(events) == FOLLOW_BATCH:
-            asyncio.get_running_loop().call_soon(self._send_followed, client)
+        self._operations.on_drain(client.peer, request, client.send_whole)
 
     def _on_ping(self, client: Client, request: Ping) -> None:
-        self._send(client, reply(request.id))
+        client.send(reply(request.id))
 
     def _on_bye(self, client: Client, request: Bye) -> None:
         self._driver.post(SessionClosed(session=client.session))
 
     def _on_reply(self, client: Client, request: Reply) -> None:
-        future = client.asked.pop(request.re, None)
-        if future is not None and not future.done():
-            future.set_result(request)
+        client.on_reply(request)
 
     def _on_second_hello(self, client: Client, request: Hello) -> None:
         if client.connection is not None:
             client.connection.refuse("bad_request", "a connection says hello once")
-
-    def _send(self, client: Client, message: Message) -> bool:
-        """Send a message to a client that is there; return False if it exceeds a frame."""
-        if client.connection is None:
-            return True
-        return client.connection.send(message)
-
-    def _send_whole(self, client: Client, answer: Message) -> None:
-        if not self._send(client, answer):
-            text = "there is more to tell than one message can hold"
-            self._send(client, error_reply(answer["re"], "would_exceed_limit", text))
 
     # --- the core's answers (Clients) ---------------------------------------------------------
 
@@ -628,7 +461,7 @@ class Server:
         connection = client.connection
         self._disconnect(client)
         self._shares.remove_session(client.share)
-        self._close_survivors(client)
+        client.close_survivors()
         if connection is not None:
             connection.close()
 
@@ -640,9 +473,8 @@ class Server:
             "groups": list(action.tenancy.groups),
             "timeout_s": action.timeout_s,
         }
-        clients = [self._clients.get(session) for session in action.sessions]
-        asked = [self._ask(client, message) for client in clients if client is not None]
-        answers = await asyncio.gather(*(self._answer(a, action.timeout_s) for a in asked))
+        clients = [c for s in action.sessions if (c := self._clients.get(s)) is not None]
+        answers = await ask_all(clients, message, action.timeout_s)
         wrong = next((answer for answer in answers if answer is not None), None)
         if wrong is None:
             return None
@@ -658,35 +490,4 @@ class Server:
             for client in self._clients.values()
             if client.empties_cache and client.peer.process == process
         ]
-        asked = [self._ask(client, {"t": "empty_cache"}) for client in able]
-        await asyncio.gather(*(self._answer(a, EMPTY_CACHE_LIMIT_S) for a in asked))
-
-    def _ask(self, client: Client, message: Message) -> asyncio.Future[Reply]:
-        client.last_asked += 1
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if client.connection is None:
-            future.cancel()
-            return future
-        client.asked[client.last_asked] = future
-        client.connection.send({**message, "id": client.last_asked})
-        return future
-
-    async def _answer(self, future: asyncio.Future[Reply], limit_s: float) -> str | None:
-        try:
-            answer = await asyncio.wait_for(future, limit_s)
-        except TimeoutError:
-            return f"it did not answer within {limit_s:g} s"
-        except asyncio.CancelledError:
-            if not future.cancelled():
-                raise
-            return "its agent is not connected"
-        return str(answer.error.get("message")) if answer.error is not None else None
-
-
-def _process_of(sock: socket.socket) -> ProcessId | None:
-    try:
-        peer = peer_of(sock)
-    except OSError:
-        # It cannot be found out now; who is there comes back by itself.
-        return None
-    return peer.process if peer is not None else None
+        await ask_all(able, {"t": "empty_cache"}, EMPTY_CACHE_LIMIT_S)
