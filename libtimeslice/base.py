@@ -40,8 +40,6 @@ logger = logging.getLogger("libtimeslice")
 TIMEOUT_SLACK_S = 1.0
 #: How long a caller that gave up waits to hear that nothing is left behind, seconds.
 SETTLE_LIMIT_S = 2.0
-#: Longest that closing waits for anything, seconds.
-CLOSE_LIMIT_S = 2.0
 #: Losses of the connection in a row, without an answer in between, before a request gives up.
 MAX_LOSSES = 20
 

@@ -288,3 +288,39 @@ def test_other_breaches_are_seen() -> None:
     c_body = "\n".join(["    ;"] * LIMIT_OF_FUNCTION)
     assert long_c_functions(f"int main(void)\n{{\n{c_body}\n}}\n")
     assert long_c_functions(f"int main(void) {{\n{c_body}\n}}\n")
+
+
+def test_the_page_on_the_architecture_names_all_modules_of_the_core_and_folders_of_tests() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    parts = {path.name for path in (ROOT / "tsliced/core").glob("[a-z]*.py")}
+    parts |= {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/*.py")}
+    assert {"machine.py", "tests/chaos"} <= parts
+    assert not [part for part in sorted(parts) if f"`{part}`" not in page]
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
+    assert "docs/faults.md" in pages
+    assert not [page for page in sorted(pages) if f"({page})" not in readme]
+
+
+def test_every_key_of_the_configuration_is_used() -> None:
+    settings = ast.parse((ROOT / "tsliced/config/settings.py").read_text(encoding="utf-8"))
+    keys = {
+        field.target.id
+        for section in settings.body
+        if isinstance(section, ast.ClassDef)
+        for field in section.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    apart = {"settings.py", "changes.py"}
+    used = {
+        node.attr
+        for path in python_files("tsliced")
+        if path.name not in apart
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    assert {"max_events", "flush_interval_s"} <= keys
+    assert keys <= used, keys - used

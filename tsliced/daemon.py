@@ -255,7 +255,7 @@ class Daemon:
         machine = self._make_machine(groups, journal)
         around = Surroundings(
             journal=journal,
-            history=journal.open_history(_events_in_memory(config)),
+            history=journal.open_history(config.history.max_events),
             backend=base.backend,
             scanner=Scanner(groups, base.devices, membership, base.backend),
             membership=membership,
@@ -459,10 +459,6 @@ def _authority(
         access=access,
         own_only=config.authority.clients == "own",
     )
-
-
-def _events_in_memory(config: Config) -> int:
-    return min(config.history.max_events, 5_000)
 
 
 def _warn_of(driver: Driver, devices: Devices | None) -> None:

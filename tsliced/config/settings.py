@@ -185,12 +185,12 @@ class ScanSettings:
 class HistorySettings:
     """``[history]``: events kept for reports."""
 
-    max_events: int = 1_000_000
+    #: In memory, for `tslicectl events`. A start reads the latest of them back.
+    max_events: int = 5_000
+    #: On disk; beyond it the oldest go.
     max_bytes: int = ruled(1 << 30, least=1 << 20)
-    max_age_s: float = 30 * 86_400.0
     #: Events are written in batches; the last one is lost when the machine loses power.
     flush_interval_s: float = 1.0
-    max_pending_events: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
