@@ -12,26 +12,30 @@ time-slicing client. Needs msgpack and nothing else.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from libtimeslice.callbacks import Contended, HoldWarning, Lost, Pause, Resume
-from libtimeslice.client import TimeSlice, connect
-from libtimeslice.environment import Mode
-from libtimeslice.errors import (
-    AcquireTimeout,
-    Cancelled,
-    ClientClosed,
-    DaemonUnreachable,
-    LeaseLost,
-    NotPermitted,
-    ProtocolError,
-    Refused,
-    TimeSliceError,
-    Unavailable,
-    UnknownGroup,
-)
-from libtimeslice.lease import Lease
-from libtimeslice.session import LeaseState, Released
+if TYPE_CHECKING:
+    from libtimeslice.callbacks import Contended, HoldWarning, Lost, Pause, Resume
+    from libtimeslice.client import TimeSlice, connect
+    from libtimeslice.environment import Mode
+    from libtimeslice.errors import (
+        AcquireTimeout,
+        Cancelled,
+        ClientClosed,
+        DaemonUnreachable,
+        LeaseLost,
+        NotPermitted,
+        ProtocolError,
+        Refused,
+        TimeSliceError,
+        Unavailable,
+        UnknownGroup,
+    )
+    from libtimeslice.lease import Lease
+    from libtimeslice.session import LeaseState, Released
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AcquireTimeout",
@@ -57,3 +61,41 @@ __all__ = [
     "UnknownGroup",
     "connect",
 ]
+
+#: Where each name is from. They are imported when they are asked for: the daemon needs the wire's
+#: definition alone, and one that imported the client with it would be a megabyte larger.
+_HOMES = {
+    "Contended": "callbacks",
+    "HoldWarning": "callbacks",
+    "Lost": "callbacks",
+    "Pause": "callbacks",
+    "Resume": "callbacks",
+    "TimeSlice": "client",
+    "connect": "client",
+    "Mode": "environment",
+    "AcquireTimeout": "errors",
+    "Cancelled": "errors",
+    "ClientClosed": "errors",
+    "DaemonUnreachable": "errors",
+    "LeaseLost": "errors",
+    "NotPermitted": "errors",
+    "ProtocolError": "errors",
+    "Refused": "errors",
+    "TimeSliceError": "errors",
+    "Unavailable": "errors",
+    "UnknownGroup": "errors",
+    "Lease": "lease",
+    "LeaseState": "session",
+    "Released": "session",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -54,6 +54,9 @@ from tsliced.core.value import maker
 _make_lease, _make_round = maker(Lease), maker(Round)
 _make_release = maker(ConfirmRelease)
 
+#: As with `RoundState`: every acquire asks for it.
+_BLOCKED = Place.BLOCKED
+
 
 @dataclass(slots=True, kw_only=True)
 class Leasing(Turns):
@@ -262,11 +265,14 @@ class Leasing(Turns):
             return "job_faulted", str(self.explain_fault(session.job, now))
         for key in self.tenancies.by_job.get(session.job, ()):
             tenancy = self.tenancies.all[key]
-            stop, shortage = self.explain_stop(tenancy, now), tenancy.participant.shortage
-            if (stop or shortage) is None or set(groups).isdisjoint(key.groups):
+            coordinator, shortage = tenancy.coordinator, tenancy.participant.shortage
+            blocked = coordinator.place is _BLOCKED
+            goes = coordinator.pinned is None and not blocked
+            if (goes and shortage is None) or set(groups).isdisjoint(key.groups):
                 continue
-            if stop is not None:
-                code = "blocked" if tenancy.coordinator.place is Place.BLOCKED else "pinned"
+            if not goes:
+                stop = self.explain_stop(tenancy, now)
+                code = "blocked" if blocked else "pinned"
                 return code, f"this job cannot be moved off its devices: {stop}"
             return "no_host_memory", f"this job could not be parked when others wait: {shortage}"
         return None

@@ -29,6 +29,9 @@ from tsliced.core.timers import TimerKey, TimerKind
 
 NO_ROUND = RoundId(0)
 
+#: As with `RoundState`: every release asks for it.
+_OFF = Place.OFF
+
 
 @dataclass(slots=True, kw_only=True)
 class Turns(Holding):
@@ -160,7 +163,8 @@ class Turns(Holding):
             delay_s = max(limits.retry_max_s, round_.turn_s)
         Holding._end_round(self, round_, now)
         for key in self.tenancies.by_job.get(round_.job, ()):
-            self._await_idle(key, delay_s, now)
+            if self.tenancies.all[key].coordinator.place is _OFF:
+                self._await_idle(key, delay_s, now)
 
     def _note_turn(self, kind: str, round_: Round, reason: str | None = None) -> None:
         facts = {
