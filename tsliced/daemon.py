@@ -32,7 +32,7 @@ from tsliced.core.events import Started
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
 from tsliced.core.recovery import recover
-from tsliced.driver import Driver, Ledgers, Surroundings
+from tsliced.driver import Driver, Surroundings
 from tsliced.host.backends.base import Backend, BackendContext, load_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
@@ -58,6 +58,7 @@ from tsliced.net.shares import Shares
 from tsliced.observe.details import Details
 from tsliced.observe.status import StatusPage, summary
 from tsliced.reloading import Reloader, ReloadRefused
+from tsliced.reserving import Ledgers
 from tsliced.sdnotify import Notifier
 
 #: Allocations and generations between two looks of the garbage collector.

@@ -48,8 +48,6 @@ from tsliced.core.events import (
     GroupsObserved,
     GroupsScanned,
     HooksRun,
-    HostMemoryPromised,
-    MemoryReserved,
     NumbersReserved,
     OperationFinished,
     OperationHindered,
@@ -61,12 +59,10 @@ from tsliced.core.events import (
 from tsliced.core.machine import Machine
 from tsliced.core.model import (
     Cause,
-    DeviceId,
     OpId,
     ProcessId,
     RankState,
     Reason,
-    TenancyKey,
     Verb,
 )
 from tsliced.core.reconfiguring import objections
@@ -74,18 +70,10 @@ from tsliced.host.backends.base import Backend, Outcome
 from tsliced.host.history import History
 from tsliced.host.journal import Journal, JournalError
 from tsliced.host.membership import Membership
-from tsliced.host.memory import (
-    Demand,
-    DeviceLedger,
-    DramLedger,
-    Granted,
-    Shortage,
-    SnapshotMargin,
-)
 from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError, send_signal
-from tsliced.host.ray import RayMargin
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
+from tsliced.reserving import Ledgers, Reserving
 
 #: Answers and news for clients, which the server delivers.
 ClientAction = (
@@ -117,17 +105,6 @@ class Clients(Protocol):
     async def empty_cache(self, process: ProcessId) -> None:
         """Ask a rank that has an agent to free device memory that it keeps without need."""
         ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Ledgers:
-    """The host's two ledgers, and the margins by which they go."""
-
-    host: DramLedger
-    #: Part of what the host's ledger leaves free.
-    ray: RayMargin
-    device: DeviceLedger
-    margin: SnapshotMargin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +146,7 @@ class Driver:
         self._linger_until = 0.0
         self._closed = False
         self._watch = ExitWatch(self._loop, self._on_exit)
+        self._reserving = Reserving(machine, around.ledgers, around.scanner)
         self._handlers = self._make_handlers()
         self._on_broken = on_broken
         #: What was last seen to keep operations from going on.
@@ -357,12 +335,12 @@ class Driver:
             **clients,
             WatchProcess: self._watch_process,
             EndProcesses: self._end_processes,
-            FreeMemory: self._free_memory,
-            SettleHostMemory: self._settle_host_memory,
+            FreeMemory: self._reserving.free,
+            SettleHostMemory: self._reserving.settle,
             StartOperation: self._long("operation", self._operate),
             ScanGroups: self._long("scan", self._scan),
             ReserveHostMemory: self._reserve_host_memory,
-            ReserveDeviceMemory: self._long("device memory", self._reserve_device_memory),
+            ReserveDeviceMemory: self._long("device memory", self._reserving.reserve_device),
             RunHooks: self._long("hooks", self._run_hooks),
             ReserveNumbers: self._long("numbers", self._reserve_numbers),
         }
@@ -414,20 +392,6 @@ class Driver:
             reason = f"{number.name} could not be sent: {exc.strerror}"
             self.note("not_ended", "error", pid=process.pid, reason=reason)
 
-    def _free_memory(self, action: FreeMemory) -> None:
-        ledgers = self.around.ledgers
-        if action.host:
-            ledgers.host.release(action.tenancy)
-        if action.device:
-            ledgers.device.release(action.tenancy)
-
-    def _settle_host_memory(self, action: SettleHostMemory) -> None:
-        ledger = self.around.ledgers.host
-        if action.parked:
-            ledger.settle(action.tenancy)
-        else:
-            ledger.unsettle(action.tenancy)
-
     async def _operate(self, action: StartOperation) -> Event:
         started = time.monotonic()
         backend = self.around.backend
@@ -477,40 +441,7 @@ class Driver:
         return GroupsScanned(op=action.op, found=found, unlisted=unlisted)
 
     def _reserve_host_memory(self, action: ReserveHostMemory) -> None:
-        ledgers = self.around.ledgers
-        demands = [
-            Demand(rank.process, ledgers.margin.need_bytes(size)) for rank, size in action.demands
-        ]
-        failure = _reserve(ledgers.host, action.tenancy, demands)
-        self.post(MemoryReserved(op=action.op, failure=failure))
-
-    async def _reserve_device_memory(self, action: ReserveDeviceMemory) -> Event:
-        needs: dict[DeviceId, int] = {}
-        for _, by_device in action.demands:
-            for device, size in by_device:
-                needs[device] = needs.get(device, 0) + size
-        try:
-            readings = await self.around.scanner.read(list(needs))
-        except ScanFailed as exc:
-            return MemoryReserved(op=action.op, failure=exc.reason)
-        answer = self.around.ledgers.device.reserve(action.tenancy, needs, readings)
-        failure = None
-        if isinstance(answer, Shortage):
-            kept = self._who_keeps(answer.where)
-            text = f"device memory: {answer}{kept}; ask again when there is room"
-            failure = Reason(cause=Cause.NO_DEVICE_MEMORY, text=text)
-        return MemoryReserved(op=action.op, failure=failure)
-
-    def _who_keeps(self, where: str) -> str:
-        """Say who left memory behind on a device, where that is what is missing."""
-        left = [
-            f"{size:,} bytes by pid {rank.id.process.pid} of {key.job}"
-            for key, tenancy in self.machine.tenancies.all.items()
-            for rank in tenancy.participant.ranks.values()
-            for uuid, size in rank.residue
-            if where == f"device {uuid}"
-        ]
-        return f"; left behind by snapshots there: {', '.join(left)}" if left else ""
+        self.post(self._reserving.reserve_host(action))
 
     async def _run_hooks(self, action: RunHooks) -> Event:
         failure = await self.clients.run_hooks(action) if self.clients is not None else None
@@ -541,7 +472,7 @@ class Driver:
                 continue
             failing = False
             self.post(GroupsObserved(found=found, lost=tuple(lost.items())))
-            self._promise_host_memory()
+            self.promise_host_memory()
 
     def _notice_hindered(self) -> None:
         """Tell the core of operations whose process was stopped after they had begun."""
@@ -557,29 +488,10 @@ class Driver:
             self.post(OperationHindered(op=op, reason=None))
         self._hindered = hindered
 
-    def _promise_host_memory(self) -> None:
-        """Promise host memory to every tenancy that has grown, so that it can always be parked.
-
-        Whoever cannot be promised any is refused at its next acquire, before anything is touched,
-        until it has shrunk or there is memory; who was given up on for it is then tried again.
-        """
-        ledgers = self.around.ledgers
-        for key, tenancy in self.machine.tenancies.all.items():
-            if tenancy.participant.busy or not tenancy.coordinator.stable:
-                continue
-            ranks = [r for r in tenancy.participant.ranks.values() if r.state is RankState.RUNNING]
-            needs = [
-                Demand(rank.id.process, ledgers.margin.need_bytes(rank.device_bytes))
-                for rank in ranks
-            ]
-            held = ledgers.host.reserved(key)
-            pinned = tenancy.coordinator.pinned
-            given_up = pinned is not None and pinned.cause is Cause.NO_HOST_MEMORY
-            failure = None
-            if given_up or any(held.get(process, 0) < need for process, need in needs):
-                failure = _reserve(ledgers.host, key, needs)
-            if failure != tenancy.participant.shortage or (given_up and failure is None):
-                self.post(HostMemoryPromised(tenancy=key, failure=failure))
+    def promise_host_memory(self) -> None:
+        """Promise host memory to every tenancy that has grown, so that it can always be parked."""
+        for event in self._reserving.promises():
+            self.post(event)
 
     async def flush_history_for_ever(self, interval_s: Callable[[], float]) -> None:
         """Hand the history over for storing, about every second; tell when that does not work."""
@@ -591,16 +503,3 @@ class Driver:
             if error is not None and error is not told:
                 told = error
                 self.note("journal", "error", reason=str(error))
-
-
-def _reserve(ledger: DramLedger, key: TenancyKey, demands: list[Demand]) -> Reason | None:
-    """Reserve host memory; return why it cannot be had, if so."""
-    try:
-        answer = ledger.reserve(key, demands)
-    except OSError as exc:
-        text = f"host memory: how much there is cannot be read: {exc}"
-        return Reason(cause=Cause.NO_HOST_MEMORY, text=text)
-    if isinstance(answer, Granted):
-        return None
-    text = f"host memory: {answer}; free some there, or raise its limit"
-    return Reason(cause=Cause.NO_HOST_MEMORY, text=text)

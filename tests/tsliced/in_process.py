@@ -38,7 +38,7 @@ from tsliced.core.model import (
     SessionId,
 )
 from tsliced.core.recovery import recover
-from tsliced.driver import ClientAction, Driver, Ledgers, Surroundings
+from tsliced.driver import ClientAction, Driver, Surroundings
 from tsliced.host.backends.base import Backend, BackendContext, Outcome
 from tsliced.host.devices import DeviceProcess, DeviceReading, DevicesError
 from tsliced.host.journal import Journal, JournalLimits
@@ -48,6 +48,7 @@ from tsliced.host.processes import identify
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Log
+from tsliced.reserving import Ledgers
 
 LIMIT_S = 20.0
 MIB = 1 << 20

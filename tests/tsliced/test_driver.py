@@ -600,7 +600,7 @@ def test_a_job_that_grew_beyond_the_host_and_shrank_again_is_let_in_again(tmp_pa
                 )
                 daemon.driver.post(GroupsObserved(found=(found,)))
                 await asyncio.sleep(0)
-                daemon.driver._promise_host_memory()
+                daemon.driver.promise_host_memory()
                 await asyncio.sleep(0)
                 (tenancy,) = daemon.machine.tenancies.all.values()
                 return tenancy.participant.shortage
