@@ -33,7 +33,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.remedies import out_of_block, out_of_hang, out_of_loss, out_of_pin
 from tsliced.core.rounds import ASIDE, GRANTING, HELD, MOVING, QUEUED, Round
-from tsliced.core.tenancies import Tenancy
+from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
 #: As with `RoundState`: every acquire asks for it.

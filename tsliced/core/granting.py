@@ -47,7 +47,8 @@ from tsliced.core.remedies import (
 from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.sessions import LEASE_HELD, LEASE_WAITING, Lease
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
-from tsliced.core.tenancies import Bound, Outcome, Tenancy
+from tsliced.core.tenancies import Outcome
+from tsliced.core.tenancy import Bound, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
 if TYPE_CHECKING:

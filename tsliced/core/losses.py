@@ -18,7 +18,8 @@ from tsliced.core.actions import Note
 from tsliced.core.granting import Granting
 from tsliced.core.model import Cause, DeviceId, RankState, Reason
 from tsliced.core.remedies import out_of_loss
-from tsliced.core.tenancies import Tenancies, Tenancy
+from tsliced.core.tenancies import Tenancies
+from tsliced.core.tenancy import Tenancy
 
 
 @dataclass(slots=True, kw_only=True)

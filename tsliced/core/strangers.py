@@ -20,7 +20,8 @@ from tsliced.core.actions import FreeMemory, StrangerRecord, TenancyEndedRecord
 from tsliced.core.coordinator import Place
 from tsliced.core.model import FoundRank, Goal, GroupName, JobKey, ProcessId, RankState
 from tsliced.core.signals import Effect, Evicted
-from tsliced.core.tenancies import Tenancies, Tenancy
+from tsliced.core.tenancies import Tenancies
+from tsliced.core.tenancy import Tenancy
 
 
 def stranger_job(cluster: str, found: FoundRank) -> JobKey:

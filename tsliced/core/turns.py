@@ -24,7 +24,8 @@ from tsliced.core.holding import Holding
 from tsliced.core.model import Arrival, JobKey, RankState, RoundId, TenancyKey
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.signals import Admitted, Evicted
-from tsliced.core.tenancies import Outcome, Tenancy
+from tsliced.core.tenancies import Outcome
+from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
 NO_ROUND = RoundId(0)

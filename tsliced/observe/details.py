@@ -11,7 +11,7 @@ from tsliced.core.machine import Machine
 from tsliced.core.model import GroupName, JobKey, LeaseId, SessionId
 from tsliced.core.remedies import Standstill
 from tsliced.core.sessions import Lease, LeaseState, Session
-from tsliced.core.tenancies import Tenancy
+from tsliced.core.tenancy import Tenancy
 from tsliced.observe.status import StatusPage, job_map
 
 

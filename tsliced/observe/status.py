@@ -18,7 +18,7 @@ from tsliced.core.model import DeviceId, Drain, GroupConfig, GroupName, JobKey, 
 from tsliced.core.rank import Rank
 from tsliced.core.remedies import out_of_loss, out_of_orphan
 from tsliced.core.rounds import Round, RoundState
-from tsliced.core.tenancies import Tenancy
+from tsliced.core.tenancy import Tenancy
 from tsliced.host.devices import Device
 from tsliced.host.memory import HOST, HostMemory
 from tsliced.host.processes import command_name

@@ -1,0 +1,357 @@
+"""Which ranks belong together, and who is on a device.
+
+A job's groups are divided into the finest sets that it ever leased apart, and never finer than its
+processes: a rank with contexts in two groups binds them. One that reaches beyond its tenancy's
+groups makes the tenancy resident there too, until the job leases them together and they become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tsliced.core.actions import FreeMemory, Note, TenancyEndedRecord, WatchProcess
+from tsliced.core.coordinator import Coordinator, Place
+from tsliced.core.model import (
+    CoreLimits,
+    DeviceId,
+    FoundRank,
+    GroupName,
+    HostName,
+    JobKey,
+    ProcessId,
+    RankState,
+    SessionId,
+    TenancyKey,
+)
+from tsliced.core.numbers import Numbers
+from tsliced.core.participant import Participant
+from tsliced.core.rank import Rank
+from tsliced.core.signals import Effect
+from tsliced.core.tenancy import Bound, Tenancy, bound_by
+
+
+@dataclass(slots=True, kw_only=True)
+class Homes:
+    """Who there is. Mutate it only through its methods."""
+
+    host: HostName
+    group_of: Mapping[DeviceId, GroupName]
+    order_of: Mapping[GroupName, int]
+    numbers: Numbers
+    limits: CoreLimits
+    all: dict[TenancyKey, Tenancy] = field(default_factory=dict)
+    by_job: dict[JobKey, dict[TenancyKey, None]] = field(default_factory=dict)
+    #: By each group on whose devices it may be.
+    by_group: dict[GroupName, dict[TenancyKey, Tenancy]] = field(init=False)
+    home: dict[ProcessId, TenancyKey] = field(default_factory=dict)
+    hooks: dict[JobKey, dict[SessionId, None]] = field(default_factory=dict)
+    #: Seen on the devices and of no known job.
+    strangers: dict[ProcessId, FoundRank] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.by_group = {group: {} for group in self.order_of}
+
+    # --- who they are -------------------------------------------------------------------------
+
+    def cover(
+        self, job: JobKey, groups: tuple[GroupName, ...], out: list[Effect]
+    ) -> list[Tenancy] | None:
+        """Return the job's tenancies that make up `groups`; None while one of them is moving.
+
+        Divides a larger tenancy where the job leases a part of it for the first time, and makes
+        one of what has none yet; what follows from that is added to `out`. Raises `Bound` if a
+        process stands in the way.
+        """
+        wanted = set(groups)
+        own = [self.all[key] for key in self.by_job.get(job, ())]
+        concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
+        for tenancy in concerned:
+            if tenancy.beyond and not wanted.issuperset(tenancy.reach):
+                raise Bound(bound_by(tenancy.reach, next(iter(tenancy.beyond.values()))))
+            if wanted.issuperset(tenancy.key.groups):
+                continue
+            if not tenancy.coordinator.stable:
+                return None
+            if tenancy.coordinator.place is Place.BLOCKED:
+                return [tenancy]
+            out += self._divide(tenancy, wanted)
+        covering = self._within(job, wanted)
+        if rest := wanted.difference(*(tenancy.key.groups for tenancy in covering)):
+            covering.append(self.make(self._key(job, rest)))
+        if any(tenancy.beyond for tenancy in covering):
+            return self._unite(covering, out)
+        return self._join(covering, out) if len(covering) > 1 else covering
+
+    def regain_held(self, job: JobKey, groups: tuple[GroupName, ...]) -> None:
+        """After a restart: know that a holder may be on its groups, with ranks or without."""
+        within = self._within(job, set(groups))
+        for tenancy in within:
+            if not tenancy.participant.ranks:
+                tenancy.coordinator.place = Place.ON
+        rest = set(groups).difference(*(tenancy.key.groups for tenancy in within))
+        if rest:
+            self.make(self._key(job, rest), Place.ON)
+
+    def _within(self, job: JobKey, groups: set[GroupName]) -> list[Tenancy]:
+        return [self.all[k] for k in self.by_job.get(job, ()) if groups.issuperset(k.groups)]
+
+    def _key(self, job: JobKey, groups: Iterable[GroupName]) -> TenancyKey:
+        return TenancyKey(job, self.in_order(groups))
+
+    def in_order(self, groups: Iterable[GroupName]) -> tuple[GroupName, ...]:
+        """Return groups in the order in which they are reserved."""
+        return tuple(sorted(groups, key=self.order_of.__getitem__))
+
+    def make(self, key: TenancyKey, place: Place = Place.OFF) -> Tenancy:
+        """Enter a new tenancy into the books."""
+        tenancy = Tenancy(
+            key=key,
+            coordinator=Coordinator(
+                tenancy=key,
+                hosts=(self.host,),
+                numbers=self.numbers,
+                limits=self.limits,
+                place=place,
+            ),
+            participant=Participant(
+                host=self.host,
+                tenancy=key,
+                numbers=self.numbers,
+                limits=self.limits,
+                hook_sessions=dict(self.hooks.get(key.job, {})),
+                away=place is Place.OFF,
+            ),
+        )
+        self.all[key] = tenancy
+        self.by_job.setdefault(key.job, {})[key] = None
+        for group in key.groups:
+            self.by_group[group][key] = tenancy
+        return tenancy
+
+    def residents(self, group: GroupName) -> list[Tenancy]:
+        """Return the tenancies whose state must be assumed to be on the group's devices."""
+        return [tenancy for tenancy in self.by_group[group].values() if tenancy.resident]
+
+    def assert_alone(self, group: GroupName, job: JobKey) -> None:
+        """Assert that nobody but the job is on the group's devices, as every grant does."""
+        for tenancy in self.by_group[group].values():
+            assert tenancy.key.job == job or not tenancy.resident, f"{tenancy.key} is there too"
+
+    def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
+        """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
+        covered = False
+        for group in groups:
+            for tenancy in self.by_group[group].values():
+                if tenancy.key.job != job:
+                    if tenancy.resident:
+                        return False
+                elif tenancy.key.groups == groups and tenancy.runs_within:
+                    covered = True
+                else:
+                    # Another one of the job is here because a rank of it binds the groups.
+                    return False
+        return covered
+
+    def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
+        parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]
+        for rank in tenancy.participant.ranks.values():
+            groups = self._groups_of(rank.devices)
+            if not any(groups <= part for part in parts):
+                raise Bound(bound_by(self.in_order(groups), rank.id))
+        return self._rebuild([tenancy], [self._key(tenancy.key.job, part) for part in parts])
+
+    def _unite(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
+        """Make one of tenancies that a rank binds; None while one of them is moving."""
+        if not all(part.coordinator.stable for part in parts):
+            return None
+        if any(part.coordinator.place is Place.BLOCKED for part in parts):
+            return parts
+        key = self._key(parts[0].key.job, {group for part in parts for group in part.key.groups})
+        out += self._rebuild(parts, [key])
+        return [self.all[key]]
+
+    def _join(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
+        """Make one of the parts that are off, so that none of them runs before all are restored.
+
+        Returns None while one of them is moving. A lease on a part divides them again.
+        """
+        if not all(part.coordinator.stable for part in parts):
+            return None
+        away = [part for part in parts if part.coordinator.place is Place.OFF]
+        if len(away) < 2:
+            return parts
+        united = self._unite(away, out)
+        assert united is not None, "all of them are stable"
+        return [*(part for part in parts if part not in away), *united]
+
+    def _rebuild(self, old: list[Tenancy], keys: list[TenancyKey]) -> list[Effect]:
+        """Put new tenancies in place of stable ones, and each rank where its devices are."""
+        all_on = all(tenancy.coordinator.place is Place.ON for tenancy in old)
+        pinned = next((p for t in old if (p := t.coordinator.pinned) is not None), None)
+        out: list[Effect] = []
+        for tenancy in old:
+            self._forget(tenancy)
+            out.append(TenancyEndedRecord(tenancy=tenancy.key))
+            # What comes instead reserves anew before its next move.
+            out.append(FreeMemory(tenancy=tenancy.key, host=True, device=True))
+        for key in keys:
+            made = self.make(key, Place.ON if all_on else Place.OFF)
+            made.coordinator.pinned = pinned
+            made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
+            made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
+            made.participant.quiesced = any(tenancy.participant.quiesced for tenancy in old)
+            out.append(made.coordinator.record())
+        for tenancy in old:
+            for process, rank in tenancy.participant.ranks.items():
+                on = self._groups_of(rank.devices)
+                key = next(key for key in keys if on.issubset(key.groups))
+                self.all[key].participant.ranks[process] = rank
+                self.home[process] = key
+                out.append(rank.record(key))
+        return out
+
+    def _forget(self, tenancy: Tenancy) -> None:
+        key = tenancy.key
+        del self.all[key]
+        of_job = self.by_job[key.job]
+        del of_job[key]
+        if not of_job:
+            del self.by_job[key.job]
+        for group in tenancy.reach:
+            del self.by_group[group][key]
+
+    def drop_unused(self, job: JobKey, *, abandoned: bool) -> list[Effect]:
+        """Forget a job's tenancies that have no ranks and are off. `abandoned`: no session left.
+
+        One that is on without a known rank is kept for a job that may have made one unseen.
+        """
+        out: list[Effect] = []
+        for key in list(self.by_job.get(job, ())):
+            tenancy = self.all[key]
+            gone = (Place.OFF, Place.ON) if abandoned else (Place.OFF,)
+            if tenancy.participant.ranks or tenancy.coordinator.place not in gone:
+                continue
+            if tenancy.participant.owes_resume:
+                continue
+            self._forget(tenancy)
+            out.append(TenancyEndedRecord(tenancy=key))
+        return out
+
+    def _groups_of(self, devices: Iterable[DeviceId]) -> set[GroupName]:
+        return {self.group_of[device] for device in devices if device in self.group_of}
+
+    # --- their ranks --------------------------------------------------------------------------
+
+    def put(self, found: FoundRank, groups: tuple[GroupName, ...] = ()) -> list[Effect]:
+        """Take in a process that was seen on devices, or registered for `groups`."""
+        key = self.home.get(found.process)
+        job = key.job if key is not None else found.job
+        if job is None:
+            return self._put_stranger(found)
+        on = self._groups_of(found.devices) or set(groups)
+        if not on:
+            return []
+        self.strangers.pop(found.process, None)
+        if key is not None:
+            out = self.all[key].participant.put(found)
+        else:
+            key = self._home_for(job, on)
+            watch = WatchProcess(process=found.process)
+            out = [watch, *self.all[key].participant.put(found)]
+        self._settle_in(found.process, key)
+        return out
+
+    def regain(self, rank: Rank, key: TenancyKey) -> None:
+        """Take a rank back from the journal, into a tenancy that is known."""
+        self.all[key].participant.ranks[rank.id.process] = rank
+        self._settle_in(rank.id.process, key)
+
+    def _settle_in(self, process: ProcessId, key: TenancyKey) -> None:
+        self.home[process] = key
+        tenancy = self.all[key]
+        rank = tenancy.participant.ranks[process]
+        for group in self.in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
+            tenancy.beyond[group] = rank.id
+            self.by_group[group][key] = tenancy
+
+    def _home_for(self, job: JobKey, on: set[GroupName]) -> TenancyKey:
+        keys = self.by_job.get(job, {})
+        if inside := next((key for key in keys if on.issubset(key.groups)), None):
+            return inside
+        # One that it reaches beyond, unless all that it is on is new.
+        if touched := next((key for key in keys if not on.isdisjoint(key.groups)), None):
+            return touched
+        # It runs there, but who else does is looked at before its job is let on.
+        return self.make(self._key(job, on)).key
+
+    def _put_stranger(self, found: FoundRank) -> list[Effect]:
+        if found.process in self.strangers:
+            return []
+        self.strangers[found.process] = found
+        return [WatchProcess(process=found.process), *self.note_stranger(found)]
+
+    def note_stranger(self, found: FoundRank) -> list[Effect]:
+        """Note that a process of no known job is on the devices."""
+        facts: dict[str, str | int | float | bool | None] = {
+            "pid": found.process.pid,
+            "uid": found.uid,
+            "name": found.name,
+            "device": ",".join(sorted(found.devices)),
+            "bytes": found.device_bytes,
+        }
+        return [Note(kind="stranger", level="warning", facts=facts)]
+
+    def observe(self, found: Iterable[FoundRank]) -> list[Effect]:
+        """Take in what a scan, or the regular look, saw."""
+        out: list[Effect] = []
+        for process in found:
+            out += self.put(process)
+        return out
+
+    def ranks_of(self, key: TenancyKey) -> Iterable[Rank]:
+        """Return a tenancy's ranks."""
+        return self.all[key].participant.ranks.values()
+
+    def turns_back(self, key: TenancyKey) -> bool:
+        """Whether a tenancy is on its way back to where it was."""
+        return self.all[key].coordinator.place is Place.TURNING_BACK
+
+    def holds_still(self, process: ProcessId) -> bool:
+        """Whether a process is a rank that we keep from running."""
+        key = self.home.get(process)
+        if key is None:
+            return False
+        rank = self.all[key].participant.ranks[process]
+        return rank.operation is not None or rank.state in (RankState.FROZEN, RankState.PARKED)
+
+    def any_still(self, job: JobKey, groups: Iterable[GroupName]) -> bool:
+        """Whether state of a job on any of the groups is frozen, parked or being moved."""
+        wanted = set(groups)
+        own = (self.all[key] for key in self.by_job.get(job, ()))
+        return any(
+            tenancy.participant.ranks and not tenancy.ready and not wanted.isdisjoint(tenancy.reach)
+            for tenancy in own
+        )
+
+    def at_rest(self, process: ProcessId) -> bool:
+        """Whether a process is a rank that we keep from running, with no driver call in flight."""
+        key = self.home.get(process)
+        if key is None:
+            return False
+        rank = self.all[key].participant.ranks[process]
+        return rank.operation is None and rank.state in (RankState.FROZEN, RankState.PARKED)
+
+    def add_hooks(self, job: JobKey, session: SessionId) -> None:
+        """A session of the job can quiesce and resume."""
+        self.hooks.setdefault(job, {})[session] = None
+        for key in self.by_job.get(job, ()):
+            self.all[key].participant.hook_sessions[session] = None
+
+    def remove_hooks(self, job: JobKey, session: SessionId) -> None:
+        """A session is gone."""
+        self.hooks.get(job, {}).pop(session, None)
+        if not self.hooks.get(job):
+            self.hooks.pop(job, None)
+        for key in self.by_job.get(job, ()):
+            self.all[key].participant.hook_sessions.pop(session, None)
