@@ -62,8 +62,9 @@ def until(condition: Callable[[], Found], what: str, limit_s: float = LIMIT_S) -
 
 
 def path_with(directory: Path) -> str:
-    """Returns a PYTHONPATH that begins with a directory."""
-    return os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+    """Returns a PYTHONPATH that begins with a directory, and has `bench` for backends on it."""
+    more = (str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH"))
+    return os.pathsep.join(filter(None, more))
 
 
 def resident_bytes(pid: int) -> int:
