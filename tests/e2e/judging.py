@@ -1,13 +1,14 @@
 """Decides whether what the clients wrote down may have happened.
 
-Judged from what clients saw alone (`history`), with two things taken from the daemon's log: that a
-request was queued, which no client is told, and that a lease was taken back.
+Judged from what clients saw alone (`history`), with three things taken from the daemon's log: that
+a request was queued, which no client is told, that it was set aside and came back, and that a lease
+was taken back.
 
 * Exclusion: two jobs hold one group at one time. A hold begins when the grant is in the client's
   hands and ends when it begins to give it back, when its process dies, or when it is taken back.
 * Tokens: those of a group rise in the order of the grants, whatever happened to the daemon.
 * Order: who was queued before somebody else asked is granted before them, unless up to `passes`
-  times somebody may go first.
+  times somebody may go first, or it could not have been granted (it was set aside) meanwhile.
 * Answers: an acquire without an end, though its process lives, is lost. `pending` names them, for
   whoever knows whether they ought to be over.
 """
@@ -34,7 +35,9 @@ CLOCKS_APART_S = 0.005
 #: restart of the daemon.
 ANSWER_TAKES_S = 5.0
 _DAY_S = 24 * 3600
-_LOGGED = re.compile(r"(\d\d):(\d\d):(\d\d\.\d{3}) \w+ +(queued|released) (.*)")
+_LOGGED = re.compile(
+    r"(\d\d):(\d\d):(\d\d\.\d{3}) \w+ +(queued|set_aside|queued_again|released) (.*)"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Acquire:
     #: When it was not relied on any more; `inf`: it is held still.
     until: float = inf
     queued_at: float | None = None
+    #: When it was set aside, and when it had its place again.
+    aside: list[tuple[float, float]] = field(default_factory=list)
     #: Its process lives.
     alive: bool = False
     #: The same grant was told before: to another lease that it is nested in, or for a repeated
@@ -160,12 +165,14 @@ class Queued(NamedTuple):
     at: float
     job: str
     groups: frozenset[str]
+    aside: list[tuple[float, float]]
 
 
 def _read_log(path: Path) -> tuple[dict[str, Queued], dict[str, float]]:
     """Returns when leases were queued, and when they were taken back, by the clients' clock."""
     queued: dict[str, Queued] = {}
     taken_back: dict[str, float] = {}
+    aside: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     now, monotonic = time.time(), time.monotonic()
     local = time.localtime(now)
     of_day = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec + now % 1
@@ -182,7 +189,12 @@ def _read_log(path: Path) -> tuple[dict[str, Queued], dict[str, float]]:
             if kind == "queued":
                 at = monotonic - ago_s + CLOCKS_APART_S
                 groups = frozenset(words.get("groups", "").split(","))
-                queued.setdefault(lease, Queued(at, words.get("job", ""), groups))
+                queued.setdefault(lease, Queued(at, words.get("job", ""), groups, aside[lease]))
+            elif kind == "set_aside":
+                aside[lease].append((monotonic - ago_s - CLOCKS_APART_S, inf))
+            elif kind == "queued_again":
+                began_at, _ = aside[lease].pop()
+                aside[lease].append((began_at, monotonic - ago_s + CLOCKS_APART_S))
             elif words.get("cause") != "released":
                 taken_back[lease] = monotonic - ago_s - CLOCKS_APART_S
     return queued, taken_back
@@ -276,7 +288,7 @@ def _find_queued(acquires: list[Acquire], queued: dict[str, Queued]) -> None:
                 and acquire.invoked_at <= entry.at <= end
             ]
         if len(found) == 1:
-            acquire.queued_at = found[0].at
+            acquire.queued_at, acquire.aside = found[0].at, found[0].aside
 
 
 def _ended_at(acquire: Acquire) -> float:
@@ -353,6 +365,7 @@ def _inversions(
             and late.invoked_at > early.queued_at
             and _ended_at(late) < end
             and not any(early.queued_at <= at <= _ended_at(late) for at in forgotten)
+            and not any(a <= _ended_at(late) and late.invoked_at <= b for a, b in early.aside)
         ]
         if len(passed) > passes:
             rule = f"passed over {len(passed)} times, {passes} allowed"

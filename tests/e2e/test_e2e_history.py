@@ -199,6 +199,17 @@ def test_one_that_hung_up_does_not_either(story: Story) -> None:
     assert story.rules() == []
 
 
+def test_one_that_is_set_aside_is_passed_over_only_when_it_is_back(story: Story) -> None:
+    story.client("a", *turn("a", 1, 20, 21, token=3, groups=("g1", "g2")))
+    story.client("b", *turn("b", 3, 4, 5, token=1), *turn("b", 10, 11, 12, token=2))
+    story.log(1.5, "queued", "a.3")
+    assert story.rules() == ["passed over 2 times, 0 allowed"]
+    story.log(2, "set_aside", "a.3")
+    assert story.rules() == []
+    story.log(8, "queued_again", "a.3")
+    assert story.rules() == ["passed over 1 times, 0 allowed"]
+
+
 def test_a_lease_of_several_groups_has_its_place_in_the_first_of_them(story: Story) -> None:
     story.client("a", *turn("a", 1, 6, 7, token=9, groups=("g1", "g2")))
     story.client("b", *turn("b", 2, 3, 4, groups=("g2",)))

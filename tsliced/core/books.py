@@ -264,6 +264,18 @@ class Books:
         facts = {**self._facts(lease), "round": round_.state.value}
         self.out.append(Note(kind="queued", level="info", facts=facts))
 
+    def note_aside(self, round_: Round, reason: Reason) -> None:
+        """Note that a round waits outside of the queues."""
+        self._note_each(round_, "set_aside", reason=str(reason))
+
+    def note_back(self, round_: Round) -> None:
+        """Note that a round which was set aside has its place in the queues again."""
+        self._note_each(round_, "queued_again")
+
+    def _note_each(self, round_: Round, kind: str, **facts: str) -> None:
+        for lease in round_.members.values():
+            self.out.append(Note(kind=kind, level="info", facts={**self._facts(lease), **facts}))
+
     def note_granted(self, lease: Lease) -> None:
         """Note that a lease is held."""
         round_ = self.rounds[lease.round]

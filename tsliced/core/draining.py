@@ -99,6 +99,7 @@ class Draining(Books):
             self.leave(self.arbiters[name], round_)
         round_.state, round_.reserved = ASIDE, 0
         self.aside[round_.id] = None
+        self.note_aside(round_, bar[1])
         self.tell_stalled(round_, *bar)
         return True
 
@@ -109,6 +110,7 @@ class Draining(Books):
         for round_ in back:
             del self.aside[round_.id]
             round_.state, round_.stalled = QUEUED, None
+            self.note_back(round_)
         return sorted(back, key=lambda round_: round_.place)
 
     def _bar(self, round_: Round) -> tuple[JobKey, Reason, str] | None:

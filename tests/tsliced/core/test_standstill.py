@@ -34,8 +34,11 @@ def test_g11_who_waits_for_a_pinned_job_keeps_no_other_group_from_others(early: 
     told = next(a for a in world.all_of(TellStalled) if a.lease == both)
     assert told.job == A
     assert "tslicectl retry 1000/a" in told.way_out
+    (note,) = world.notes("set_aside")
+    assert (note.facts["lease"], note.facts["reason"]) == (both, str(told.reason))
     mend(world)
     world.clear(A)
+    assert [note.facts["lease"] for note in world.notes("queued_again")] == [both]
     world.release(other)
     if single is not None:
         assert world.waits(both)
