@@ -28,6 +28,9 @@ from typing import Any
 from history import Recorder, directory_of
 
 import libtimeslice
+
+# Loaded now: a rank that becomes another user may not be able to read the interpreter's own files.
+import libtimeslice.client
 from libtimeslice.connection import Connection
 from libtimeslice.link import open_link
 from libtimeslice.protocol import FrameReader, encode
