@@ -61,6 +61,11 @@ def until(condition: Callable[[], Found], what: str, limit_s: float = LIMIT_S) -
     return found
 
 
+def own(job: str) -> str:
+    """Returns what a job of the user who runs the tests is called in texts and events."""
+    return f"{os.getuid()}/{job}"
+
+
 def path_with(directory: Path) -> str:
     """Returns a PYTHONPATH that begins with a directory, and has `bench` for backends on it."""
     more = (str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH"))

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from harness import Host, MakeHost, RankError, until
+from harness import Host, MakeHost, RankError, own, until
 
 
 def test_when_a_holder_is_killed_the_waiter_gets_the_group_g3(host: Host) -> None:
@@ -17,7 +17,7 @@ def test_when_a_holder_is_killed_the_waiter_gets_the_group_g3(host: Host) -> Non
     holder.kill()
     assert asked.wait()["state"] == "held"
     ended = next(event for event in host.events("released") if event["cause"] != "released")
-    assert ended["job"] == "0/a"
+    assert ended["job"] == own("a")
 
 
 def test_when_a_waiter_is_killed_the_queue_goes_on_without_it_g3(host: Host) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Host, MakeHost, RankError, until
+from harness import Host, MakeHost, RankError, own, until
 
 LOST = "nvml:0 * * error:15"
 
@@ -30,7 +30,7 @@ def test_a_device_that_is_lost_is_named_its_jobs_are_told_and_the_others_go_on_g
     lost = until(lambda: host.events("device_lost"), "it is seen", limit_s=10)[0]
     assert lost["device"] == device(host)["uuid"]
     assert lost["groups"] == "g1"
-    assert lost["jobs"] == "0/a,0/b"
+    assert lost["jobs"] == f"{own('a')},{own('b')}"
     assert "nvidia-smi -r" in lost["way_out"]
     group = host.group()
     assert group["state"] == "lost"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cgroup_dirs import Cgroup, cgroup
-from harness import MIB, Host, MakeHost, Pending, Rank, RankError, until
+from harness import MIB, Host, MakeHost, Pending, Rank, RankError, own, until
 
 from libtimeslice import Refused
 
@@ -205,7 +205,7 @@ def test_what_the_driver_does_not_permit_pins_the_job_and_says_what_is_missing_g
         assert words in reason
     # The event has what happened; who asks is told what to do, too.
     assert reason.startswith(host.events("pinned")[0]["reason"])
-    assert "tslicectl retry 0/a" in reason
+    assert f"tslicectl retry {own('a')}" in reason
     assert not asked.is_over()
     assert host.states()[stage.a.pid] == "running"
     stage.a.kill()

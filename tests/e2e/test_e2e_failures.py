@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Host, MakeHost, RankError, until
+from harness import Host, MakeHost, RankError, own, until
 
 
 def test_a_freeze_that_takes_too_long_is_turned_back_and_tried_again(make_host: MakeHost) -> None:
@@ -15,7 +15,7 @@ def test_a_freeze_that_takes_too_long_is_turned_back_and_tried_again(make_host: 
     asked = waiter.start("acquire", groups="g1", timeout=20)
     failed = until(lambda: host.events("eviction_failed"), "a freeze times out")[0]
     assert f"pid {busy.pid}" in failed["reason"]
-    assert failed["job"] == "0/a"
+    assert failed["job"] == own("a")
     assert host.operations("freeze")[0]["state"] == "running", "it runs as before"
     lease = asked.wait()
     assert lease["waited_s"] > 0.5, "it kept its place until the work was over"

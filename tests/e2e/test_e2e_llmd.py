@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from harness import HERE, LIMIT_S, MakeHost
+from harness import HERE, LIMIT_S, MakeHost, own
 
 from libtimeslice.compat import (
     GroupLockState,
@@ -31,7 +31,7 @@ def test_two_jobs_of_the_published_shape_share_samplers_and_trainers(make_host: 
     for group in ("samplers", "trainers"):
         granted = [event for event in host.events("granted") if event["groups"] == group]
         assert len(granted) == 2 * (1 + STEPS)
-        assert {event["job"] for event in granted} == {"0/a", "0/b"}
+        assert {event["job"] for event in granted} == {own("a"), own("b")}
         assert any(event["restored"] for event in granted), "they alternated"
 
 

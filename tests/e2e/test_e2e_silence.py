@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from harness import Host, MakeHost, Settings, until
+from harness import Host, MakeHost, Settings, own, until
 
 #: Long for a busy machine, short for a test.
 HEARTBEAT_S = "1.5"
@@ -31,7 +31,7 @@ def test_a_holder_that_hangs_in_a_loop_is_taken_off_like_any_other_g3(host: Host
     assert lease["tokens"]["g1"] > token
     assert host.states() == {holder.pid: "parked"}
     (revoked,) = host.events("revoked")
-    assert (revoked["job"], revoked["cause"]) == ("0/a", "silent")
+    assert (revoked["job"], revoked["cause"]) == (own("a"), "silent")
     # When it goes on after all, it knows that it holds nothing, and its state is what it was.
     hung.wait()
     until(lambda: holder.do("look")["state"] == "lost", "it knows that its lease is lost")
@@ -91,7 +91,7 @@ def test_who_holds_for_too_long_is_warned_and_makes_room(make_host: MakeHost) ->
     assert host.states() == {holder.pid: "parked"}
     (warning,), (revoked,) = host.events("hold_warning"), host.events("revoked")
     assert warning["at"] < revoked["at"]
-    assert (warning["job"], revoked["cause"]) == ("0/a", "max_hold")
+    assert (warning["job"], revoked["cause"]) == (own("a"), "max_hold")
     until(lambda: holder.do("look")["state"] == "lost", "it knows that its lease is lost")
     until(lambda: len(holder.do("called")) == 2, "it is told")
     warned, lost = holder.do("called")

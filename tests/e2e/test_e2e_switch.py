@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from harness import MIB, Host, MakeHost, RankError, resident_bytes, until
+from harness import MIB, Host, MakeHost, RankError, own, resident_bytes, until
 
 #: Two of these do not fit on a device of 64 MiB.
 STATE_MIB = 40
@@ -50,7 +52,9 @@ def test_with_a_backend_that_moves_nothing_the_same_test_fails_g1(
     host = make_host(settings={"daemon": {"backend": f"noop_backend:{backend}"}})
     with pytest.raises(RankError, match="not granted within"):
         assert_alternates(host, limit_s=1.5)
-    assert [event["job"] for event in host.events("granted")] == ["0/a"], "nobody else was let in"
+    assert [event["job"] for event in host.events("granted")] == [own("a")], (
+        "nobody else was let in"
+    )
 
 
 def test_two_jobs_that_start_together_and_need_the_whole_device_both_come_up(host: Host) -> None:
@@ -80,7 +84,7 @@ def test_releasing_without_a_waiter_moves_nothing_and_asking_again_costs_nothing
         assert rank.do("release") == {"waiters": 0, "deferred": True}
     assert host.used_bytes() == used
     assert host.events("operation", "evicted") == []
-    assert host.group()["resident"] == [{"cluster": "", "uid": 0, "id": "a"}]
+    assert host.group()["resident"] == [{"cluster": "", "uid": os.getuid(), "id": "a"}]
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["seen by the daemon", "just made"])
@@ -101,7 +105,7 @@ def test_contexts_made_before_any_acquire_are_cleared_before_the_first_grant_g1(
     # It stays where it is: only the other one has to leave.
     assert lease["restored"] is False
     granted, evicted = host.events("granted")[0], host.events("evicted")[-1]
-    assert (evicted["job"], granted["job"]) == ("0/b", "0/a")
+    assert (evicted["job"], granted["job"]) == (own("b"), own("a"))
     assert evicted["seq"] < granted["seq"]
     pair[0].do("release")
     for rank, digest in zip(reversed(pair), reversed(digests), strict=True):

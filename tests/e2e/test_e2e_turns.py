@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
-from harness import Host, MakeHost, Rank, RankError, Settings, until
+from harness import Host, MakeHost, Rank, RankError, Settings, own, until
 
 QUICK = {"retry_min_s": 0.05, "retry_max_s": 0.2}
 COURTEOUS: Settings = {"limits": {**QUICK, "idle_park_s": 0.5, "courtesy_turn_s": 1.0}}
@@ -21,7 +22,7 @@ def test_a_job_that_is_parked_and_silent_is_named(make_host: MakeHost) -> None:
     parked, holder = host.trainer("a", mib=8), host.rank("b")
     holder.do("acquire", groups="g1", timeout=20)
     (named,) = until(lambda: host.events("idle_parked"), "it is named")
-    assert (named["job"], named["groups"], named["pids"]) == ("0/a", "g1", str(parked.pid))
+    assert (named["job"], named["groups"], named["pids"]) == (own("a"), "g1", str(parked.pid))
     job = host.job("a")
     assert job["idle_s"] > 0.4
     assert "parked and has asked for nothing" in job["reason"]
@@ -80,7 +81,7 @@ def test_a_stranger_is_frozen_gets_turns_and_is_forgotten(
     stranger.do("fill", mib=8, seed=5)
     digest = stranger.do("digest")
     (seen,) = until(lambda: host.events("stranger"), "it is seen", limit_s=5)
-    assert (seen["pid"], seen["uid"]) == (stranger.pid, 0)
+    assert (seen["pid"], seen["uid"]) == (stranger.pid, os.getuid())
     assert seen["bytes"] >= 8 << 20
     holder, second = host.rank("a"), host.rank("b")
     holder.do("acquire", groups="g1", timeout=20)
@@ -140,10 +141,10 @@ def test_what_has_no_client_any_more_is_shown_and_ended(make_host: MakeHost) -> 
     until(lambda: host.states() == {orphan.pid: "running"}, "it is known")
     orphan.do("bye")
     until(lambda: host.job("a").get("state") == "orphaned", "it is shown")
-    assert "tslicectl kill 0/a" in host.job("a")["reason"]
+    assert f"tslicectl kill {own('a')}" in host.job("a")["reason"]
     assert [rank["orphaned"] for rank in host.ask("ps")["ranks"]] == [True]
     (named,) = host.events("orphaned")
-    assert (named["job"], named["pids"]) == ("0/a", str(orphan.pid))
+    assert (named["job"], named["pids"]) == (own("a"), str(orphan.pid))
     assert orphan.process.wait(30) == -signal.SIGTERM
     until(lambda: host.job("a") == {}, "it is forgotten")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, Host, Rank, RankError, path_with, until
+from harness import HERE, Host, Rank, RankError, own, path_with, until
 from raw_client import HELLO, RawClient
 
 from libtimeslice.protocol import encode
@@ -237,7 +237,7 @@ def test_figures_of_a_job_may_have_any_name(host: Host, known: RawClient) -> Non
     known.send({"t": "progress", "fields": fields})
     assert known.ask("ping") == {"re": 1}
     event = host.events("progress")[-1]
-    assert (event["kind"], event["level"], event["job"]) == ("progress", "info", "0/raw")
+    assert (event["kind"], event["level"], event["job"]) == ("progress", "info", own("raw"))
     assert event["self"] is True
     assert event["seq"] > 0
 
