@@ -289,6 +289,7 @@ def run_under_pid(host: Host, pid: int, job: str) -> Rank:
     pytest.skip("other processes are started too often to get a chosen pid")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose a pid")
 def test_whoever_has_the_pid_of_a_parked_rank_that_died_is_somebody_else(host: Host) -> None:
     stage = Stage(host, "restore")
     assert host.states()[stage.a.pid] == "parked"

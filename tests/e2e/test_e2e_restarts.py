@@ -225,6 +225,9 @@ def lose(host: Host, what: str) -> None:
         case _:
             with log.open("ab") as file:
                 file.write(b"\xff" * 100)
+    # With nothing left to go by the next generation is the clock's, in whole seconds.
+    second = int(time.time())
+    until(lambda: int(time.time()) > second, "the next second has begun")
 
 
 LOSSES = ["all of it", "its log", "its numbers", "the end of its log", "sense at its end"]
@@ -240,9 +243,6 @@ def test_a_journal_that_is_lost_costs_leases_and_places_but_no_state_g2(
     until(lambda: host.group()["waiters"] == 1, "it is queued")
     host.kill_daemon()
     lose(host, lost)
-    # With nothing left to go by the next generation is the clock's, in whole seconds.
-    second = int(time.time())
-    until(lambda: int(time.time()) > second, "the next second has begun")
     host.start_daemon()
     until(lambda: cast.first.do("look")["state"] != "uncertain", "the holder knows more")
     kept = lost == "its numbers"
