@@ -62,6 +62,12 @@ class Recorder:
             line = {"at": time.monotonic(), "what": what, **facts}
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
+    def close(self) -> None:
+        """Writes nothing more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def _begin(self) -> None:
         # A forked child is a client of its own.
         self._pid, self._descriptor = os.getpid(), None

@@ -40,6 +40,7 @@ class RawClient:
         trace: TracebackType | None,
     ) -> None:
         self._recorder.write("left")
+        self._recorder.close()
         self.socket.close()
 
     def hello(self, **fields: object) -> Message:

@@ -32,7 +32,8 @@ def descriptors(count: int) -> Iterator[None]:
 def test_a_thousand_waiters_go_before_one_that_asks_again_at_once_g4(make_host: MakeHost) -> None:
     """Each is a job of its own; each is granted in the order in which it asked."""
     host = make_host(settings={"limits": {"max_clients_per_uid": WAITERS + 50}})
-    with descriptors(WAITERS + 200), ExitStack() as stack:
+    # Each has a connection, and a file for what it sees.
+    with descriptors(2 * WAITERS + 200), ExitStack() as stack:
         greedy = stack.enter_context(RawClient(host.socket))
         greedy.hello(job="greedy")
         lease = greedy.ask("acquire", groups=["g1"])["lease"]
