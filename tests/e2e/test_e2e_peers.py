@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +354,12 @@ def test_with_peers_it_listens_where_it_is_told_and_nowhere_else(
 
 def tcp_sockets(pid: int) -> list[str]:
     """Returns the local addresses of the TCP sockets of a process, as the kernel writes them."""
-    links = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
-    inodes = {os.readlink(link)[8:-1] for link in links if os.readlink(link).startswith("socket:")}
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        # What was open a moment ago may be closed now.
+        with suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            inodes.add(target.removeprefix("socket:[").rstrip("]"))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -6,6 +6,7 @@ tests/systemd.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -45,7 +46,7 @@ class ManagedHost(Host):
         self.hear()
         passed = [("control", self.listener), *self.kept.items()]
         # As far away as possible, so that none is overwritten before it is moved to its place.
-        high = [os.dup2(sock.fileno(), 200 + i) for i, (_, sock) in enumerate(passed)]
+        high = [fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD, 200) for _, sock in passed]
         moves = "".join(f" {FIRST_PASSED + i}<&{fd} {fd}<&-" for i, fd in enumerate(high))
         script = f'export LISTEN_PID=$$; exec "$@"{moves}'
         command = [sys.executable, *program, *self.arguments()]
