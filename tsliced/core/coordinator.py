@@ -69,6 +69,9 @@ class Place(Enum):
     ASKING = "asking"
 
 
+#: As with `RoundState`: every acquire asks for it.
+_BLOCKED = Place.BLOCKED
+
 GOALS = {
     Place.FREEZING: Goal.FROZEN,
     Place.SNAPSHOTTING: Goal.OFF,
@@ -142,6 +145,11 @@ class Coordinator:
     def stable(self) -> bool:
         """Whether no move is under way."""
         return self.place not in GOALS
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is BLOCKED or PINNED: nothing moves it until somebody does something."""
+        return self.pinned is not None or self.place is _BLOCKED
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""

@@ -36,9 +36,6 @@ from tsliced.core.rounds import ASIDE, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
-#: As with `RoundState`: every acquire asks for it.
-_BLOCKED = Place.BLOCKED
-
 #: States of a round that has or wants its groups and is not granted.
 _ON_ITS_WAY = frozenset({QUEUED, MOVING, GRANTING})
 
@@ -144,11 +141,12 @@ class Draining(Books):
     def stop_of(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
         """Say why a tenancy is BLOCKED or PINNED, and what helps; None: it is not."""
         coordinator, job = tenancy.coordinator, tenancy.key.job
-        if coordinator.place is _BLOCKED and coordinator.reason is not None:
+        if not coordinator.given_up:
+            return None
+        if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
             return coordinator.reason, out_of_block(job, coordinator.reason)
-        if coordinator.pinned is not None:
-            return coordinator.pinned, out_of_pin(job)
-        return None
+        assert coordinator.pinned is not None
+        return coordinator.pinned, out_of_pin(job)
 
     # --- groups that are left -----------------------------------------------------------------
 
@@ -190,8 +188,8 @@ class Draining(Books):
             return
         for tenancy in self.tenancies.residents(group):
             coordinator = tenancy.coordinator
-            stays = coordinator.place is Place.BLOCKED or coordinator.pinned is not None
-            if coordinator.stable and not stays and not self._is_held(tenancy):
+            movable = coordinator.stable and not coordinator.given_up
+            if movable and not self._is_held(tenancy):
                 self.out += self.tenancies.evict(tenancy.key, now=now)
 
     def _is_held(self, tenancy: Tenancy) -> bool:

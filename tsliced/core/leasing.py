@@ -54,9 +54,6 @@ from tsliced.core.value import maker
 _make_lease, _make_round = maker(Lease), maker(Round)
 _make_release = maker(ConfirmRelease)
 
-#: As with `RoundState`: every acquire asks for it.
-_BLOCKED = Place.BLOCKED
-
 
 @dataclass(slots=True, kw_only=True)
 class Leasing(Turns):
@@ -266,13 +263,12 @@ class Leasing(Turns):
         for key in self.tenancies.by_job.get(session.job, ()):
             tenancy = self.tenancies.all[key]
             coordinator, shortage = tenancy.coordinator, tenancy.participant.shortage
-            blocked = coordinator.place is _BLOCKED
-            goes = coordinator.pinned is None and not blocked
-            if (goes and shortage is None) or set(groups).isdisjoint(key.groups):
+            stands = coordinator.given_up
+            if not (stands or shortage) or set(groups).isdisjoint(key.groups):
                 continue
-            if not goes:
+            if stands:
                 stop = self.explain_stop(tenancy, now)
-                code = "blocked" if blocked else "pinned"
+                code = "blocked" if coordinator.place is Place.BLOCKED else "pinned"
                 return code, f"this job cannot be moved off its devices: {stop}"
             return "no_host_memory", f"this job could not be parked when others wait: {shortage}"
         return None
