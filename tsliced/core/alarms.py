@@ -108,7 +108,7 @@ class Alarms:
         granting = self.granting
         granting.out.append(Note(kind="stuck", level="error", facts=alarm.facts(now)))
         told = granting.hung[start.tenancy] = Reason(cause=cause, text=alarm.text(now))
-        granting.set_all_aside(start.tenancy.groups)
+        granting.set_all_aside(self.tenancies.all[start.tenancy].reach)
         for round_ in granting.concerned(start.tenancy):
             if round_.state is RoundState.MOVING:
                 granting.tell_stalled(round_, start.tenancy.job, told)
