@@ -20,7 +20,7 @@ from tsliced.config import (
     user_defaults,
 )
 from tsliced.core.actions import Record
-from tsliced.core.model import DeviceId, HostName, JobKey, RankState
+from tsliced.core.model import DeviceId, HostName, RankState
 from tsliced.ctl.failures import (
     BUSY,
     DONE,
@@ -160,7 +160,7 @@ def _chosen(
             raise CommandError(str(exc), code="no_such_process", status=NOT_FOUND) from exc
         return [case for case in (*by_job, rest) if case.patients]
     if options.job:
-        named = [case for case in cases if case.job is not None and options.job in _names(case.job)]
+        named = [case for case in cases if case.job is not None and case.job.is_called(options.job)]
         if not named:
             known_jobs = ", ".join(str(case.job) for case in cases) or "none"
             raise CommandError(
@@ -170,10 +170,6 @@ def _chosen(
             )
         return named
     return cases
-
-
-def _names(job: JobKey) -> tuple[str, ...]:
-    return (job.id, f"{job.uid}/{job.id}", str(job))
 
 
 def _facts(patient: Patient) -> Message:

@@ -88,6 +88,10 @@ class Books:
         if session.hooks:
             self.tenancies.remove_hooks(session.job, session.id)
 
+    def sessions_of(self, job: JobKey) -> list[Session]:
+        """Return the sessions of a job."""
+        return [self.sessions[session_id] for session_id in self.by_job.get(job, ())]
+
     def put_lease(self, session: Session, lease: Lease, round_: Round) -> None:
         """Enter a lease into the books."""
         session.leases[lease.request] = lease
@@ -238,11 +242,11 @@ class Books:
     def tell_rank_lost(self, key: TenancyKey, process: ProcessId) -> None:
         """Tell a job that one of its ranks died."""
         text = f"rank {process.pid} of this job ended"
-        for session_id in self.by_job.get(key.job, ()):
-            for lease in self.sessions[session_id].leases.values():
+        for session in self.sessions_of(key.job):
+            for lease in session.leases.values():
                 if not set(lease.groups).isdisjoint(key.groups):
                     self.out.append(
-                        TellRankLost(session=session_id, lease=lease.id, pid=process.pid, text=text)
+                        TellRankLost(session=session.id, lease=lease.id, pid=process.pid, text=text)
                     )
 
     # --- the history --------------------------------------------------------------------------

@@ -33,13 +33,8 @@ class Ending:
 
     def processes_of(self, job: JobKey) -> tuple[ProcessId, ...]:
         """Return the job's ranks and its clients; whoever only asks questions is none of them."""
-        ranks = (
-            process
-            for key in self.tenancies.by_job.get(job, ())
-            for process in self.tenancies.all[key].participant.ranks
-        )
-        sessions = (self.leasing.sessions[name] for name in self.leasing.by_job.get(job, ()))
-        clients = (session.process for session in sessions if not session.tool)
+        ranks = (rank.id.process for rank in self.tenancies.ranks_of_job(job))
+        clients = (s.process for s in self.leasing.sessions_of(job) if not s.tool)
         return tuple(dict.fromkeys((*ranks, *clients)))
 
     def end_job(self, job: JobKey, *, text: str, grace_s: float, now: float) -> int:

@@ -183,8 +183,8 @@ class Holding(Granting):
         began_at = tenancy.coordinator.began_at if tenancy is not None else now
         Granting.on_outcome(self, outcome, now)
         job = outcome.tenancy.job
-        for session_id in self.by_job.get(job, ()):
-            self.sessions[session_id].heard_at = now
+        for session in self.sessions_of(job):
+            session.heard_at = now
         if not self.max_hold_s:
             return
         for round_ in self._rounds_of(job):
@@ -192,8 +192,7 @@ class Holding(Granting):
                 self._give_back_time(round_, outcome.tenancy, began_at, now)
 
     def _rounds_of(self, job: JobKey) -> list[Round]:
-        sessions = (self.sessions[session_id] for session_id in self.by_job.get(job, ()))
-        leases = (lease for session in sessions for lease in session.leases.values())
+        leases = (lease for session in self.sessions_of(job) for lease in session.leases.values())
         return [
             self.rounds[round_id] for round_id in dict.fromkeys(lease.round for lease in leases)
         ]

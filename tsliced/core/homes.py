@@ -64,7 +64,7 @@ class Homes:
         process stands in the way.
         """
         wanted = set(groups)
-        own = [self.all[key] for key in self.by_job.get(job, ())]
+        own = self.tenancies_of(job)
         concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
         for tenancy in concerned:
             if tenancy.beyond and not wanted.issuperset(tenancy.reach):
@@ -94,7 +94,7 @@ class Homes:
             self.make(self._key(job, rest), Place.ON)
 
     def _within(self, job: JobKey, groups: set[GroupName]) -> list[Tenancy]:
-        return [self.all[k] for k in self.by_job.get(job, ()) if groups.issuperset(k.groups)]
+        return [t for t in self.tenancies_of(job) if groups.issuperset(t.key.groups)]
 
     def _key(self, job: JobKey, groups: Iterable[GroupName]) -> TenancyKey:
         return TenancyKey(job, self.in_order(groups))
@@ -309,6 +309,14 @@ class Homes:
             out += self.put(process)
         return out
 
+    def tenancies_of(self, job: JobKey) -> list[Tenancy]:
+        """Return the tenancies of a job."""
+        return [self.all[key] for key in self.by_job.get(job, ())]
+
+    def ranks_of_job(self, job: JobKey) -> list[Rank]:
+        """Return the ranks of all tenancies of a job."""
+        return [r for tenancy in self.tenancies_of(job) for r in tenancy.participant.ranks.values()]
+
     def ranks_of(self, key: TenancyKey) -> Iterable[Rank]:
         """Return a tenancy's ranks."""
         return self.all[key].participant.ranks.values()
@@ -328,10 +336,9 @@ class Homes:
     def any_still(self, job: JobKey, groups: Iterable[GroupName]) -> bool:
         """Whether state of a job on any of the groups is frozen, parked or being moved."""
         wanted = set(groups)
-        own = (self.all[key] for key in self.by_job.get(job, ()))
         return any(
             tenancy.participant.ranks and not tenancy.ready and not wanted.isdisjoint(tenancy.reach)
-            for tenancy in own
+            for tenancy in self.tenancies_of(job)
         )
 
     def at_rest(self, process: ProcessId) -> bool:

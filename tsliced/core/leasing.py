@@ -362,7 +362,7 @@ class Leasing(Turns):
         if (gang := of_job.get(groups)) is None:
             gang = of_job[groups] = Gang()
             # Of those that a restart took back any may have asked before, and would be waited for.
-            of_the_job = (self.sessions[session_id] for session_id in self.by_job[job])
+            of_the_job = self.sessions_of(job)
             gang.sessions.update(s.id for s in of_the_job if s.regained and not s.agent)
         return gang
 

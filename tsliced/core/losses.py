@@ -77,8 +77,7 @@ class Losses:
         for job, reason in list(self.granting.faults.items()):
             if reason.cause is not Cause.DEVICE_LOST or reason.rank is not None:
                 continue
-            keys = self.tenancies.by_job.get(job, ())
-            ranks = [rank for key in keys for rank in self.tenancies.ranks_of(key)]
+            ranks = self.tenancies.ranks_of_job(job)
             if all(rank.devices.isdisjoint(self.granting.lost) for rank in ranks):
                 self.granting.clear_fault(job)
 

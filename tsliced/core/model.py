@@ -51,6 +51,10 @@ class JobKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.cluster}/{self.uid}/{self.id}" if self.cluster else f"{self.uid}/{self.id}"
 
+    def is_called(self, name: str) -> bool:
+        """Whether a person may mean this job: ID, UID/ID or CLUSTER/UID/ID."""
+        return name in (self.id, f"{self.uid}/{self.id}", str(self))
+
 
 class Counter(NamedTuple):
     """A number that never falls, not even when the journal is lost.

@@ -81,16 +81,13 @@ class Remains:
         return remnant is not None and remnant.named
 
     def _has_client(self, job: JobKey) -> bool:
-        sessions = (self.leasing.sessions[name] for name in self.leasing.by_job.get(job, ()))
-        return any(not session.tool for session in sessions)
+        return any(not session.tool for session in self.leasing.sessions_of(job))
 
     def _ranks_of(self, job: JobKey) -> list[ProcessId]:
         if job in self.tenancies.stranger_jobs:
             # It never had a client.
             return []
-        keys = self.tenancies.by_job.get(job, ())
-        ranks = (r for key in keys for r in self.tenancies.all[key].participant.ranks.values())
-        return [rank.id.process for rank in ranks if not rank.exited]
+        return [rank.id.process for rank in self.tenancies.ranks_of_job(job) if not rank.exited]
 
     # --- survivors ----------------------------------------------------------------------------
 
@@ -129,15 +126,14 @@ class Remains:
         )
 
     def _latest(self, job: JobKey, since: float) -> float:
-        sessions = (self.leasing.sessions[name] for name in self.leasing.by_job.get(job, ()))
-        return max([since, *(session.asked_at for session in sessions)])
+        return max([since, *(session.asked_at for session in self.leasing.sessions_of(job))])
 
     def _goes_on(self, job: JobKey) -> bool:
         """Whether a job waits for its turn, or it may be our doing that it does not get on."""
         keys = self.tenancies.by_job.get(job, ())
         if any(self.tenancies.any_still(job, key.groups) for key in keys):
             return True
-        sessions = (self.leasing.sessions[name] for name in self.leasing.by_job.get(job, ()))
+        sessions = self.leasing.sessions_of(job)
         leases = (lease for session in sessions for lease in session.leases.values())
         return any(lease.state is LeaseState.WAITING for lease in leases)
 

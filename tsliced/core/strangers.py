@@ -75,7 +75,7 @@ class Inhabitants(Tenancies):
     def _may_adopt(self, process: ProcessId, old: Tenancy, job: JobKey) -> bool:
         """Whether nothing moves of what a process leaves, and of what it becomes a part of."""
         on = self._groups_of(old.participant.ranks[process].devices)
-        own = (self.all[key] for key in self.by_job.get(job, ()))
+        own = self.tenancies_of(job)
         concerned = [old, *(tenancy for tenancy in own if not on.isdisjoint(tenancy.reach))]
         at_rest = (Place.ON, Place.OFF)
         return all(

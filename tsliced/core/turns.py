@@ -73,7 +73,7 @@ class Turns(Holding):
         tenancy = self.tenancies.all.get(key)
         if tenancy is None or not self._is_parked(tenancy) or key in self.turns.values():
             return
-        if any(self.sessions[session].leases for session in self.by_job.get(key.job, ())):
+        if any(session.leases for session in self.sessions_of(key.job)):
             # The end of the last of them lets the clock run anew.
             return
         turn_s = self.limits.stranger_turn_s

@@ -116,7 +116,7 @@ class Operations:
     def _job(self, peer: Peer, name: str) -> JobKey:
         """Return the job that a peer means. Raises `NotFound`."""
         known = self._details.jobs()
-        named = [job for job in known if name in (job.id, f"{job.uid}/{job.id}", str(job))]
+        named = [job for job in known if job.is_called(name)]
         own = [job for job in named if job.uid == peer.uid]
         if len(named) == 1 or len(own) == 1:
             return (own or named)[0]

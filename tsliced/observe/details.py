@@ -66,17 +66,17 @@ class Details:
     def job(self, job: JobKey) -> Message:
         """Return what is known of a job."""
         now, leasing = self.clock(), self.machine.leasing
-        sessions = [leasing.sessions[name] for name in leasing.by_job.get(job, ())]
-        sessions = [session for session in sessions if not session.tool]
+        tenancies = self.machine.tenancies.tenancies_of(job)
+        sessions = [session for session in leasing.sessions_of(job) if not session.tool]
         return {
             "kind": "job",
             "name": str(job),
             **self.status.job(job, now),
             "standstills": self.standstills(job),
-            "tenancies": [self._tenancy(tenancy, now) for tenancy in self._tenancies(job)],
+            "tenancies": [self._tenancy(tenancy, now) for tenancy in tenancies],
             "rank_list": [
                 self.status.rank(tenancy, rank, now)
-                for tenancy in self._tenancies(job)
+                for tenancy in tenancies
                 for rank in tenancy.participant.ranks.values()
             ],
             "leases": [self._lease(lease, now) for s in sessions for lease in s.leases.values()],
@@ -88,7 +88,7 @@ class Details:
         now, leasing = self.clock(), self.machine.leasing
         found = [
             (self._place(tenancy), tenancy.key.groups, stop)
-            for tenancy in self._tenancies(job)
+            for tenancy in self.machine.tenancies.tenancies_of(job)
             if (stop := leasing.explain_stop(tenancy, now)) is not None
         ]
         if job in leasing.faults:
@@ -114,10 +114,6 @@ class Details:
             }
             for state, groups, stop in found
         ]
-
-    def _tenancies(self, job: JobKey) -> list[Tenancy]:
-        tenancies = self.machine.tenancies
-        return [tenancies.all[key] for key in tenancies.by_job.get(job, ())]
 
     def _tenancy(self, tenancy: Tenancy, now: float) -> Message:
         coordinator = tenancy.coordinator

@@ -185,8 +185,7 @@ class StatusPage:
 
     def _job_in(self, job: JobKey, rounds: list[Round], now: float) -> Message:
         leasing, tenancies = self.machine.leasing, self.machine.tenancies
-        own = [tenancies.all[key] for key in tenancies.by_job.get(job, ())]
-        ranks = [rank for tenancy in own for rank in tenancy.participant.ranks.values()]
+        own, ranks = tenancies.tenancies_of(job), tenancies.ranks_of_job(job)
         parked = [rank for rank in ranks if rank.state is RankState.PARKED]
         held = [lease for r in rounds if _held(r) for lease in r.members.values()]
         stops = (stop for t in own if (stop := leasing.explain_stop(t, now)) is not None)
