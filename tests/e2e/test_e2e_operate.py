@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, Host, MakeHost, Rank, RankError, until
+from harness import LIMIT_S, Host, MakeHost, Rank, RankError, own, until
 
 CTL = [sys.executable, "-m", "tsliced.ctl"]
 NOBODY = 65534
@@ -160,6 +160,39 @@ def test_a_call_that_hangs_is_shown_as_stuck_and_ended_with_its_job_g11(
     assert told(host, "kill", "a", "--grace", "0.5")["ended"]
     assert asked.wait()["state"] == "held"
     assert host.group()["state"] == "held"
+
+
+def test_a_move_that_waits_says_every_while_for_whom_and_show_says_it_live(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(settings={"limits": {"barrier_report_s": 0.1}})
+    rank = host.trainer("a", mib=8)
+    host.fault(f"checkpoint {rank.pid} * hang")
+    asked = host.rank("b").start("acquire", groups="g1", timeout=60)
+
+    def reports() -> list[dict[str, Any]]:
+        return [event for event in host.events("barrier") if event["step"] == "snapshotting"]
+
+    first, second, *_ = until(lambda: (found := reports())[1:] and found, "it is said twice")
+    assert (first["job"], first["groups"]) == (own("a"), "g1")
+    assert f"n1 (pid {rank.pid} snapshot" in first["missing"]
+    assert 0.1 <= first["seconds"] < second["seconds"]
+    (tenancy,) = (
+        t for t in told(host, "show", "group", "g1")["shown"]["tenancies"] if t["waiting"]
+    )
+    waiting = tenancy["waiting"]
+    assert (tenancy["job"]["id"], waiting["step"]) == ("a", "snapshotting")
+    (missing,) = waiting["missing"]
+    (operation,) = missing["operations"]
+    assert (missing["host"], missing["step"]) == ("n1", None)
+    assert (operation["pid"], operation["verb"]) == (rank.pid, "snapshot")
+    assert 0.1 <= operation["seconds"] <= waiting["waiting_s"]
+    page = ctl(host, "show", "group", "g1").stdout
+    assert f"for n1 (pid {rank.pid} snapshot" in page
+    assert host.ask("kill", job="a", grace_s=0.1)["pids"] == [rank.pid]
+    assert asked.wait()["state"] == "held"
+    assert told(host, "show", "group", "g1")["shown"]["tenancies"][0]["waiting"] is None
+    assert " waits since " not in ctl(host, "show", "group", "g1").stdout
 
 
 def test_a_kill_is_asked_about_on_a_terminal(host: Host) -> None:

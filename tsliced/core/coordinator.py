@@ -124,8 +124,10 @@ class Coordinator:
     stopped_at: float = 0.0
     #: Instant at which the barrier, or the pause before another try, is over.
     deadline: float | None = None
-    #: When the move under way began.
+    #: When the move under way began, ...
     began_at: float = 0.0
+    #: ... and when the goal was ordered that is waited for.
+    ordered_at: float = 0.0
     #: Evictions and admissions that were carried through.
     moves: int = 0
     #: Epochs are exhausted, or a pause is to pass: the place to go to then.
@@ -150,6 +152,13 @@ class Coordinator:
     def given_up(self) -> bool:
         """Whether it is BLOCKED or PINNED: nothing moves it until somebody does something."""
         return self.pinned is not None or self.place is _BLOCKED
+
+    @property
+    def missing(self) -> list[HostName]:
+        """The hosts whose answer to the standing order is waited for; none while nothing is."""
+        if self.stable or self.wanted is not None:
+            return []
+        return [host for host in self.hosts if host not in self._reports]
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
@@ -197,7 +206,7 @@ class Coordinator:
         if self.place is Place.ASKING:
             return self._decide(now)
         if (after := NEXT.get(self.place)) is not None:
-            return self._step(after)
+            return self._step(after, now)
         return self._arrive(now)
 
     def on_deadline(self, *, now: float) -> list[Effect]:
@@ -206,8 +215,7 @@ class Coordinator:
             return []
         if self.wanted is not None:
             return self._turn(self.wanted, now)
-        missing = [host for host in self.hosts if host not in self._reports]
-        text = f"not all ranks could be frozen in time; missing: {', '.join(missing)}"
+        text = f"not all ranks could be frozen in time; missing: {', '.join(self.missing)}"
         return self._on_failure(Reason(cause=Cause.FREEZE_TIMEOUT, text=text), now)
 
     def on_numbers(self, *, now: float) -> list[Effect]:
@@ -343,15 +351,16 @@ class Coordinator:
         if place is Place.FREEZING:
             self.deadline = now + self._barrier_s
         self.stamp = Stamp(epoch, 0)
-        return self._order()
+        return self._order(now)
 
-    def _step(self, place: Place) -> list[Effect]:
+    def _step(self, place: Place, now: float) -> list[Effect]:
         self.place, self.deadline = place, None
         self.stamp = Stamp(self.stamp.epoch, self.stamp.step + 1)
-        return self._order()
+        return self._order(now)
 
-    def _order(self) -> list[Effect]:
+    def _order(self, now: float) -> list[Effect]:
         self._reports.clear()
+        self.ordered_at = now
         goal = GOALS[self.place]
         if goal is not Goal.QUERY:
             self.goal = goal

@@ -39,6 +39,7 @@ from tsliced.core.actions import (
 )
 from tsliced.core.alarms import Alarms
 from tsliced.core.arbiter import Arbiter
+from tsliced.core.barriers import Barriers
 from tsliced.core.ending import Ending
 from tsliced.core.events import (
     AcquireRequested,
@@ -187,6 +188,7 @@ class Machine:
         self.unwritten = Unwritten()
         self.losses = Losses(tenancies=self.tenancies, granting=self.leasing)
         self.alarms = Alarms(limits=limits, tenancies=self.tenancies, granting=self.leasing)
+        self.barriers = Barriers(tenancies=self.tenancies, granting=self.leasing)
         #: The latest events, for the story of a broken invariant.
         self.story: deque[tuple[float, Event]] = deque(maxlen=limits.story)
         self._full_checks = full_checks
@@ -323,6 +325,7 @@ class Machine:
                 self.timers.clear(timer)
             elif self.timers.get(timer) != tenancy.coordinator.deadline:
                 self.timers.set(timer, tenancy.coordinator.deadline)
+            self.barriers.follow(key)
         tenancies.touched.clear()
 
     def _effects(self, out: list[Effect], *, add_unwritten: bool) -> Effects:
@@ -421,6 +424,8 @@ class Machine:
                     leasing.on_turn_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.BARRIER:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
+                case TimerKind.AWAITED:
+                    self.barriers.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.STUCK:
                     self.alarms.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:

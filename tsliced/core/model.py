@@ -243,6 +243,8 @@ class CoreLimits:
     quiesce_timeout_s: float = 30.0
     #: Time-out of one FROZEN barrier; None: derived from the ranks that must be frozen.
     barrier_margin_s: float = 15.0
+    #: While a barrier is waited for, it is said so often whom it waits for.
+    barrier_report_s: float = 5.0
     max_evict_tries: int = 10
     retry_min_s: float = 0.5
     retry_max_s: float = 10.0

@@ -22,6 +22,7 @@ class TimerKind(Enum):
     CONFIRM = "confirm"
     GRACE = "grace"
     BARRIER = "barrier"
+    AWAITED = "awaited"
     RETRY = "retry"
     PARK = "park"
     STUCK = "stuck"

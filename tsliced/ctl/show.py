@@ -201,7 +201,20 @@ def _tenancies(tenancies: Sequence[Message], *, colour: bool) -> list[str]:
         ]
         for tenancy in tenancies
     ]
-    return _table(["JOB", "GROUPS", "PLACE", "MOVING", "RANKS", "SWITCHES"], rows, colour=colour)
+    header = ["JOB", "GROUPS", "PLACE", "MOVING", "RANKS", "SWITCHES"]
+    return _table(header, rows, colour=colour) + _waits(tenancies)
+
+
+def _waits(tenancies: Sequence[Message]) -> list[str]:
+    """Returns a line for each move that waits for somebody just now."""
+    lines = []
+    for tenancy in tenancies:
+        # A daemon of version 1.0 does not say.
+        if waiting := tenancy.get("waiting"):
+            missing = "; ".join(printable(host["text"]) for host in waiting["missing"])
+            since = duration(waiting["waiting_s"])
+            lines += ["", f"{waiting['step']} waits since {since} for {missing}"]
+    return lines
 
 
 def _ranks(ranks: Sequence[Message], *, colour: bool) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from libtimeslice.protocol import Message
+from tsliced.core.barriers import awaited
 from tsliced.core.machine import Machine
 from tsliced.core.model import GroupName, JobKey, LeaseId, SessionId
 from tsliced.core.remedies import Standstill
@@ -124,8 +125,31 @@ class Details:
             "state": self._place(tenancy),
             "resident": tenancy.resident,
             "moving_s": None if coordinator.stable else now - coordinator.began_at,
+            "waiting": self._waiting(tenancy, now),
             "switches": coordinator.moves,
             "ranks": len(tenancy.participant.ranks),
+        }
+
+    def _waiting(self, tenancy: Tenancy, now: float) -> Message | None:
+        """Return whom a move waits for just now, and for how long it has."""
+        missing = awaited(tenancy, now)
+        if not missing:
+            return None
+        return {
+            "step": tenancy.coordinator.place.value,
+            "waiting_s": now - tenancy.coordinator.ordered_at,
+            "missing": [
+                {
+                    "host": host.host,
+                    "step": host.step,
+                    "operations": [
+                        {"pid": rank.process.pid, "verb": verb.value, "seconds": seconds}
+                        for rank, verb, seconds in host.operations
+                    ],
+                    "text": str(host),
+                }
+                for host in missing
+            ],
         }
 
     def _place(self, tenancy: Tenancy) -> str:
