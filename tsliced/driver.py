@@ -15,20 +15,15 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from tsliced.core.actions import (
     Action,
-    ConfirmCancel,
-    ConfirmRelease,
-    DeclineTurn,
+    ClientAction,
     EndProcesses,
-    EndSession,
     FreeMemory,
-    Grant,
     Note,
     Record,
-    Refuse,
     ReserveDeviceMemory,
     ReserveHostMemory,
     ReserveNumbers,
@@ -36,11 +31,6 @@ from tsliced.core.actions import (
     ScanGroups,
     SettleHostMemory,
     StartOperation,
-    TellContended,
-    TellHoldWarning,
-    TellLost,
-    TellRankLost,
-    TellStalled,
     WatchProcess,
 )
 from tsliced.core.events import (
@@ -74,21 +64,6 @@ from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitErro
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
 from tsliced.reserving import Ledgers, Reserving
-
-#: Answers and news for clients, which the server delivers.
-ClientAction = (
-    Grant
-    | Refuse
-    | ConfirmRelease
-    | ConfirmCancel
-    | DeclineTurn
-    | TellContended
-    | TellStalled
-    | TellLost
-    | TellHoldWarning
-    | TellRankLost
-    | EndSession
-)
 
 
 class Clients(Protocol):
@@ -330,7 +305,7 @@ class Driver:
 
     def _make_handlers(self) -> dict[type[Action], Callable[[Any], None]]:
         # Any: a handler takes the action that its key names.
-        clients = dict.fromkeys(ClientAction.__args__, self._tell)
+        clients = dict.fromkeys(get_args(ClientAction), self._tell)
         return {
             **clients,
             WatchProcess: self._watch_process,

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from tsliced.core.actions import Grant, Refuse, RunHooks
+from tsliced.core.actions import ClientAction, Grant, Refuse, RunHooks
 from tsliced.core.events import AcquireRequested, ReleaseRequested, SessionOpened, Started
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import (
@@ -38,7 +38,7 @@ from tsliced.core.model import (
     SessionId,
 )
 from tsliced.core.recovery import recover
-from tsliced.driver import ClientAction, Driver, Surroundings
+from tsliced.driver import Driver, Surroundings
 from tsliced.host.backends.base import Backend, BackendContext, Outcome
 from tsliced.host.devices import DeviceProcess, DeviceReading, DevicesError
 from tsliced.host.journal import Journal, JournalLimits

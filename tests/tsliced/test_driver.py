@@ -32,6 +32,7 @@ from in_process import (
 )
 
 from tsliced.core.actions import (
+    ClientAction,
     ConfirmRelease,
     EndProcesses,
     EndSession,
@@ -60,7 +61,6 @@ from tsliced.core.model import (
     Reason,
     SessionId,
 )
-from tsliced.driver import ClientAction
 from tsliced.host.backends.base import Outcome
 from tsliced.host.devices import DeviceError, DevicesError
 from tsliced.host.history import Fact

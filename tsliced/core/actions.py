@@ -6,7 +6,7 @@ The driver writes `Effects.records` first and runs `Effects.actions` only then.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tsliced.core.model import (
     Arrival,
@@ -14,6 +14,7 @@ from tsliced.core.model import (
     Drain,
     Goal,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     OpId,
@@ -30,6 +31,9 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.value import value
+
+if TYPE_CHECKING:
+    from tsliced.core.messages import PeerMessage
 
 # --- records: kept over kill -9 of the daemon -------------------------------------------------
 
@@ -299,6 +303,32 @@ class EndSession:
     text: str
 
 
+#: Answers and news for clients.
+ClientAction: TypeAlias = (
+    Grant
+    | Refuse
+    | ConfirmRelease
+    | ConfirmCancel
+    | DeclineTurn
+    | TellContended
+    | TellStalled
+    | TellLost
+    | TellHoldWarning
+    | TellRankLost
+    | EndSession
+)
+
+# --- actions: between hosts -------------------------------------------------------------------
+
+
+@value
+class Send:
+    """Say something to the daemon of another host; without a connection it is lost."""
+
+    host: HostName
+    message: PeerMessage
+
+
 # --- actions: long ones, each ends in one event with its op -----------------------------------
 
 
@@ -420,17 +450,8 @@ class Note:
 
 
 Action: TypeAlias = (
-    Grant
-    | Refuse
-    | ConfirmRelease
-    | DeclineTurn
-    | ConfirmCancel
-    | TellContended
-    | TellStalled
-    | TellLost
-    | TellHoldWarning
-    | TellRankLost
-    | EndSession
+    ClientAction
+    | Send
     | StartOperation
     | ScanGroups
     | ReserveHostMemory

@@ -5,7 +5,7 @@ Whoever starts a long action posts exactly one event with its `op` when it ends,
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tsliced.core.actions import Action, Record
 from tsliced.core.model import (
@@ -16,6 +16,7 @@ from tsliced.core.model import (
     FoundRank,
     GroupConfig,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     OpId,
@@ -28,6 +29,9 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.core.value import value
+
+if TYPE_CHECKING:
+    from tsliced.core.messages import PeerMessage
 
 
 @value
@@ -285,20 +289,70 @@ class Reconfigured:
     permitted: tuple[tuple[SessionId, tuple[GroupName, ...]], ...]
 
 
-Event: TypeAlias = (
-    Started
-    | TimePassed
-    | SessionOpened
-    | SessionDisconnected
-    | SessionResumed
+@value
+class PeerConnected:
+    """The link to another host is up. Of what was said before, anything may be lost.
+
+    `boot`: the boot id of its system, so that it is known whether the processes there are others.
+    """
+
+    host: HostName
+    boot: str
+
+
+@value
+class PeerDisconnected:
+    """The link to another host is down. Its daemon, and what it has, may live."""
+
+    host: HostName
+
+
+@value
+class PeerLost:
+    """Another host has been silent for longer than it may be. What it has may live."""
+
+    host: HostName
+
+
+@value
+class HostDied:
+    """It is certain that all processes of another host are gone; `by`: who or what says so."""
+
+    host: HostName
+    by: str
+
+
+@value
+class PeerSaid:
+    """The daemon of another host said something; who it is was proved."""
+
+    host: HostName
+    message: PeerMessage
+
+
+#: What a client asks for or says, here or by the daemon of its own host.
+ClientEvent: TypeAlias = (
+    SessionOpened
     | SessionClosed
-    | ProcessExited
     | AcquireRequested
     | LastTurnRequested
     | GrantConfirmed
     | SignOfLife
     | ReleaseRequested
     | CancelRequested
+)
+
+#: What becomes of a link and of the host at its other end.
+PeerEvent: TypeAlias = PeerConnected | PeerDisconnected | PeerLost | HostDied | PeerSaid
+
+Event: TypeAlias = (
+    Started
+    | TimePassed
+    | ClientEvent
+    | PeerEvent
+    | SessionDisconnected
+    | SessionResumed
+    | ProcessExited
     | RankRegistered
     | GroupsObserved
     | GroupsScanned

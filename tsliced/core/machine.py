@@ -51,6 +51,7 @@ from tsliced.core.events import (
     GroupsObserved,
     GroupsScanned,
     HooksRun,
+    HostDied,
     HostMemoryPromised,
     KillRequested,
     LastTurnRequested,
@@ -58,6 +59,10 @@ from tsliced.core.events import (
     NumbersReserved,
     OperationFinished,
     OperationHindered,
+    PeerConnected,
+    PeerDisconnected,
+    PeerLost,
+    PeerSaid,
     ProcessExited,
     RankRegistered,
     Reconfigured,
@@ -254,18 +259,12 @@ class Machine:
                 self._on_started(now)
             case RecordsFailed():
                 self._on_records_failed(event, now)
-            case FaultCleared(job=job):
-                self._on_fault_cleared(job, now)
-            case RetryRequested(job=job):
-                self._on_fault_cleared(job, now)
-                leasing.out += tenancies.hurry(job, now=now)
-                leasing.retry(job, now)
-            case KillRequested(job=job, by=by, grace_s=grace_s):
-                self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
-            case DrainOrdered(group=group, drain=drain):
-                leasing.drain(group, drain, now)
+            case FaultCleared() | RetryRequested() | KillRequested() | DrainOrdered():
+                self._on_operator(event, now)
             case Reconfigured():
                 reconfigure(self, event)
+            case PeerConnected() | PeerDisconnected() | PeerLost() | HostDied() | PeerSaid():
+                pass
             case _:
                 assert_never(event)
 
@@ -392,6 +391,24 @@ class Machine:
             return
         self.leasing.out += self.tenancies.on_numbers(now=now)
         self.leasing.advance_all()
+
+    def _on_operator(
+        self, event: FaultCleared | RetryRequested | KillRequested | DrainOrdered, now: float
+    ) -> None:
+        leasing = self.leasing
+        match event:
+            case FaultCleared(job=job):
+                self._on_fault_cleared(job, now)
+            case RetryRequested(job=job):
+                self._on_fault_cleared(job, now)
+                leasing.out += self.tenancies.hurry(job, now=now)
+                leasing.retry(job, now)
+            case KillRequested(job=job, by=by, grace_s=grace_s):
+                self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
+            case DrainOrdered(group=group, drain=drain):
+                leasing.drain(group, drain, now)
+            case _:
+                assert_never(event)
 
     def _on_fault_cleared(self, job: JobKey, now: float) -> None:
         self.leasing.clear_fault(job)

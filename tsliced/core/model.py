@@ -220,8 +220,11 @@ class GroupConfig:
     """Devices that are arbitrated as one, in the order in which groups are reserved."""
 
     name: GroupName
+    #: Those of this host; of others only their own daemons know them.
     devices: tuple[DeviceId, ...]
     order: int
+    #: All hosts that have devices of it; the first one is its arbiter. Empty: this host alone.
+    hosts: tuple[HostName, ...] = ()
     #: Longest hold while others wait; None: `CoreLimits.max_hold_s`.
     max_hold_s: float | None = None
 
@@ -241,6 +244,8 @@ class CoreLimits:
     max_groups_per_lease: int = 64
     freeze_timeout_s: float = 10.0
     quiesce_timeout_s: float = 30.0
+    #: A participant whose coordinator is silent for so long thaws what it was to freeze.
+    alone_s: float = 20.0
     #: Time-out of one FROZEN barrier; None: derived from the ranks that must be frozen.
     barrier_margin_s: float = 15.0
     #: While a barrier is waited for, it is said so often whom it waits for.

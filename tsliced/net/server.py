@@ -42,7 +42,7 @@ from libtimeslice.protocol import (
     reply,
 )
 from tsliced.config import ServerLimits
-from tsliced.core.actions import EndSession, RunHooks
+from tsliced.core.actions import ClientAction, EndSession, RunHooks
 from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
@@ -67,7 +67,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.sessions import Session
 from tsliced.core.value import maker
-from tsliced.driver import ClientAction, Driver
+from tsliced.driver import Driver
 from tsliced.host.membership import Membership
 from tsliced.net.adoption import adopt
 from tsliced.net.authority import Authority

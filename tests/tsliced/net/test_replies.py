@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -10,6 +11,7 @@ from libtimeslice.errors import error_from
 from libtimeslice.protocol import FrameReader, Message, encode
 from libtimeslice.session import Ask, Session
 from tsliced.core.actions import (
+    ClientAction,
     ConfirmCancel,
     ConfirmRelease,
     EndSession,
@@ -33,7 +35,6 @@ from tsliced.core.model import (
     RequestId,
     SessionId,
 )
-from tsliced.driver import ClientAction
 from tsliced.net.replies import MESSAGES, job_message
 
 SESSION, LEASE = SessionId("s"), LeaseId("s.1")
@@ -59,7 +60,7 @@ def sent(action: ClientAction) -> Message:
 
 
 def test_every_action_for_clients_has_a_message_but_the_end_of_a_session() -> None:
-    assert {*MESSAGES, EndSession} == set(ClientAction.__args__)
+    assert {*MESSAGES, EndSession} == set(get_args(ClientAction))
 
 
 def test_a_grant_becomes_a_lease_in_the_client() -> None:
