@@ -6,14 +6,24 @@ the simulated processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from world import World
+from clients import Client
+from world import Process, World
 
 from tsliced.core.actions import Action, Grant, Refuse, StartOperation
 from tsliced.core.events import AcquireRequested, DrainOrdered, Event
-from tsliced.core.model import GroupName, JobKey, LeaseId, RankState, Token, Verb
+from tsliced.core.model import (
+    DeviceId,
+    GroupName,
+    JobKey,
+    LeaseId,
+    RankState,
+    SessionId,
+    Token,
+    Verb,
+)
 from tsliced.core.timers import TimerKind
 
 
@@ -22,6 +32,8 @@ class Oracle:
     """Watches a world and raises `AssertionError` at the first breach."""
 
     world: World
+    #: All hosts that groups are on; empty: there is but one.
+    worlds: tuple[World, ...] = ()
     #: No faults, cancels or deaths: the order of grants is the order of arrival.
     orderly: bool = False
     last: dict[GroupName, Token] = field(default_factory=dict)
@@ -32,6 +44,22 @@ class Oracle:
     #: By group, in the order of arrival: single requests for that group alone.
     asked: dict[GroupName, list[LeaseId]] = field(default_factory=dict)
     drained: set[GroupName] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.worlds = self.worlds or (self.world,)
+
+    @property
+    def clients(self) -> Iterator[Client]:
+        """The clients on all hosts."""
+        return (client for world in self.worlds for client in world.clients.values())
+
+    @property
+    def processes(self) -> Iterator[Process]:
+        """The processes on all hosts."""
+        return (process for world in self.worlds for process in world.processes.values())
+
+    def _client(self, session: SessionId) -> Client | None:
+        return next((w.clients[session] for w in self.worlds if session in w.clients), None)
 
     def watch(self, what: Event | Action) -> None:
         """Judge one event or action; the world calls it for each."""
@@ -53,7 +81,7 @@ class Oracle:
                 pass
 
     def _judge_grant(self, grant: Grant) -> None:
-        client = self.world.clients.get(grant.session)
+        client = self._client(grant.session)
         if client is None:
             # Its process died, and the daemon has not been told yet.
             return
@@ -69,7 +97,9 @@ class Oracle:
             fresh = last is None or token > last
             assert fresh or (token == last and self.owner[group] == client.job), "G2: tokens rise"
             # What could not be written down may be lost with the daemon.
-            closed = group in self.drained and ("drain", group) in self.world.journal
+            closed = group in self.drained and any(
+                ("drain", group) in world.journal for world in self.worlds
+            )
             assert not (closed and fresh), f"{group} is drained, and {client.job} is let onto it"
             self.last[group], self.owner[group] = token, client.job
             if self.orderly:
@@ -78,7 +108,7 @@ class Oracle:
             self._judge_devices(client.job, {group for group, _ in grant.tokens})
 
     def _judge_exclusion(self, owner: JobKey, group: GroupName, token: Token) -> None:
-        for client in self.world.clients.values():
+        for client in self.clients:
             for lease, tokens in client.held.items():
                 held = dict(tokens).get(group)
                 if held is None:
@@ -93,10 +123,10 @@ class Oracle:
             assert not ahead, f"G4: {ahead} came before {lease}"
 
     def _judge_devices(self, owner: JobKey, groups: set[GroupName]) -> None:
-        devices = {d for g in self.world.groups if g.name in groups for d in g.devices}
-        open_ones = self.world.machine.leasing.sessions
-        speakers = {c.process for c in self.world.clients.values() if c.session in open_ones}
-        for process in self.world.processes.values():
+        devices = frozenset[DeviceId]().union(*(w.devices_of(groups) for w in self.worlds))
+        open_ones = {s for world in self.worlds for s in world.machine.leasing.sessions}
+        speakers = {c.process for c in self.clients if c.session in open_ones}
+        for process in self.processes:
             if process.came_strange and process.id not in speakers:
                 # Whose it is was said once, and may be forgotten with who said it.
                 continue
@@ -107,16 +137,16 @@ class Oracle:
                 assert not known, f"G1: granted while {process} is on the devices"
 
     def _judge_thaw(self, start: StartOperation) -> None:
-        mine = self.world.machine.tenancies.all[start.tenancy].participant.ranks
-        parked = [p for p in self.world.processes.values() if p.id in mine]
-        states = {process.state for process in parked}
+        known = (world.machine.tenancies.all.get(start.tenancy) for world in self.worlds)
+        mine = {process for t in known if t is not None for process in t.participant.ranks}
+        states = {process.state for process in self.processes if process.id in mine}
         assert RankState.PARKED not in states, "all of a tenancy are restored before any is thawed"
 
     def judge_rest(self) -> None:
         """Judge a world in which nothing is in flight and nothing is broken any more."""
-        for client in self.world.clients.values():
+        for client in self.clients:
             assert not client.open, f"no answer to {client.open}"
-        for process in self.world.processes.values():
+        for process in self.processes:
             assert process.state is not RankState.FROZEN, f"{process} is frozen for good"
 
     def judge_clocks(self) -> None:

@@ -16,6 +16,11 @@ from typing import TypeVar
 
 from clients import Client, Request
 from kept import keep
+from simulated import CUT_OFF, MOVES, UNKNOWN
+from simulated import HOST as HOST
+from simulated import Process as Process
+from simulated import failure as failure
+from simulated import job as job
 
 from tsliced.core.actions import (
     Action,
@@ -82,7 +87,6 @@ from tsliced.core.model import (
 from tsliced.core.policy import Policy
 from tsliced.core.recovery import recover
 
-HOST = HostName("n1")
 G1, G2, G3 = GroupName("g1"), GroupName("g2"), GroupName("g3")
 D1, D2, D3 = DeviceId("GPU-1"), DeviceId("GPU-2"), DeviceId("GPU-3")
 GROUPS = (
@@ -94,70 +98,16 @@ LIMITS = CoreLimits(block=8, max_answers=4, max_evict_tries=3)
 
 A = TypeVar("A", bound=Action)
 
-#: What the simulated driver allows, and where it leads.
-MOVES = {
-    Verb.FREEZE: (RankState.RUNNING, RankState.FROZEN),
-    Verb.SNAPSHOT: (RankState.FROZEN, RankState.PARKED),
-    Verb.RESTORE: (RankState.PARKED, RankState.FROZEN),
-    Verb.THAW: (RankState.FROZEN, RankState.RUNNING),
-}
-
-
-#: The cause of a failure after which nobody knows the state.
-CUT_OFF, UNKNOWN = Cause.STOPPED, RankState.UNKNOWN
-
 
 class Crash(Exception):  # noqa: N818 - what happens, not what is wrong
     """The daemon was killed."""
-
-
-def job(name: str, uid: int = 1000) -> JobKey:
-    """Return a job's key."""
-    return JobKey("", uid, name)
-
-
-def failure(cause: Cause, process: ProcessId | None = None) -> Reason:
-    """Return a reason with a recognizable text."""
-    rank = RankId(HOST, process) if process is not None else None
-    return Reason(cause=cause, text=f"simulated {cause.value}", rank=rank)
-
-
-@dataclass(slots=True, kw_only=True)
-class Process:
-    """A simulated process with device state."""
-
-    id: ProcessId
-    #: None: nobody can tell whose it is.
-    job: JobKey | None
-    devices: frozenset[DeviceId]
-    state: RankState = RankState.RUNNING
-    device_bytes: int = 100
-    #: Its job held the groups when it came onto the devices.
-    lawful: bool = True
-    #: Nobody could tell whose it is when it came.
-    came_strange: bool = False
-    #: It has been seen on the devices, so that the core can know it.
-    seen: bool = False
-    #: A snapshot was claimed, but the memory is still there.
-    leftover: bool = False
-    #: What each snapshot leaves on the devices.
-    residue_bytes: int = 0
-
-    @property
-    def on(self) -> frozenset[DeviceId]:
-        """Devices that hold its memory."""
-        return self.devices if self.holds or self.residue_bytes else frozenset()
-
-    @property
-    def holds(self) -> bool:
-        """Whether its state is on its devices."""
-        return self.state.holds_device or self.leftover
 
 
 @dataclass(slots=True, kw_only=True)
 class World:
     """One daemon's surroundings."""
 
+    host: HostName = HOST
     groups: tuple[GroupConfig, ...] = GROUPS
     limits: CoreLimits = LIMITS
     policies: dict[GroupName, Policy] = field(default_factory=dict)
@@ -207,7 +157,7 @@ class World:
 
     def _machine(self) -> Machine:
         config = MachineConfig(
-            host=HOST,
+            host=self.host,
             groups=self.groups,
             limits=self.limits,
             generation=self.generation,
@@ -267,7 +217,11 @@ class World:
                 self.done.append(action)
                 client = self.clients.get(getattr(action, "session", SessionId("")))
                 if client is not None:
-                    client.take(action, self.inbox.append)
+                    client.take(action, self.post)
+
+    def post(self, event: Event) -> None:
+        """Let a client say something that the daemon reads later."""
+        self.inbox.append(event)
 
     def run(self, limit: int = 10_000) -> None:
         """Let everything pending end, the oldest first."""
@@ -441,10 +395,22 @@ class World:
             ends = finish if isinstance(finish, bool) else finish(action)
             if isinstance(action, StartOperation) and ends:
                 self._operate(action)
+        self.end_daemon()
+        self.start_daemon()
+        for client in self.clients.values():
+            if not client.ended:
+                self.inbox.extend(self._come_back(client))
+        self.feed(Started())
+
+    def end_daemon(self) -> None:
+        """Take away what no daemon has any more that was killed."""
         self.pending.clear()
         self.inbox.clear()
         for client in self.clients.values():
             client.connected = False
+
+    def start_daemon(self) -> None:
+        """Make a machine of what was kept; `Started` is still to be handed over."""
         for process in self.processes.values():
             process.seen = ("rank", self.rank(process.id)) in self.journal
         self.machine = self._machine()
@@ -452,10 +418,6 @@ class World:
         watched = {*self.machine.tenancies.home, *self.machine.leasing.by_process}
         alive = {*self.processes, *(client.process for client in self.clients.values())}
         self.inbox.extend(ProcessExited(process=gone) for gone in sorted(watched - alive))
-        for client in self.clients.values():
-            if not client.ended:
-                self.inbox.extend(self._come_back(client))
-        self.feed(Started())
 
     # --- clients ------------------------------------------------------------------------------
 
@@ -694,4 +656,4 @@ class World:
 
     def rank(self, process: ProcessId) -> RankId:
         """Return the id that a process has as a rank."""
-        return RankId(HOST, process)
+        return RankId(self.host, process)
