@@ -146,7 +146,8 @@ class Draining(Books):
         if coordinator.place is Place.BLOCKED and coordinator.reason is not None:
             return coordinator.reason, out_of_block(job, coordinator.reason)
         assert coordinator.pinned is not None
-        return coordinator.pinned, out_of_pin(job)
+        has_callbacks = bool(tenancy.participant.hook_sessions)
+        return coordinator.pinned, out_of_pin(job, coordinator.pinned, has_callbacks=has_callbacks)
 
     # --- groups that are left -----------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tsliced.core.actions import TellLost
@@ -43,6 +43,7 @@ from tsliced.core.remedies import (
     out_of_fault,
     out_of_loss,
     out_of_pin,
+    toward_a_freeze,
 )
 from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.sessions import LEASE_HELD, LEASE_WAITING, Lease
@@ -376,21 +377,26 @@ class Granting(Draining):
             tries = round_.evict_tries[key] = round_.evict_tries.get(key, 0) + 1
             enough = tries >= self.limits.max_evict_tries and not reason.is_ours
             if reason.cause in LASTING or enough:
-                self._pin(key, reason, now)
+                text = f"given up after {tries} tries: {reason.text}" if tries > 1 else reason.text
+                self._pin(key, replace(reason, text=text), now)
                 # Whoever clears it means that all of it is tried again.
                 del round_.evict_tries[key]
             else:
-                self.tell_stalled(round_, key.job, reason)
+                hooks = self.tenancies.all[key].participant.hook_sessions
+                helps = toward_a_freeze(reason, has_callbacks=bool(hooks))
+                self.tell_stalled(round_, key.job, reason, helps)
                 self._pause(round_, tries, now)
         if self.pause_parking(self.tenancies.all[key].reach, now) and reason.cause in LASTING:
             self._pin(key, reason, now)
 
     def _pin(self, key: TenancyKey, reason: Reason, now: float) -> None:
-        coordinator = self.tenancies.all[key].coordinator
-        if coordinator.pinned is None:
-            self.out += coordinator.pin(reason, now=now)
-            self.note_fault("pinned", key, reason, out_of_pin(key.job))
-            self.set_all_aside(self.tenancies.all[key].reach)
+        tenancy = self.tenancies.all[key]
+        if tenancy.coordinator.pinned is None:
+            self.out += tenancy.coordinator.pin(reason, now=now)
+            has_callbacks = bool(tenancy.participant.hook_sessions)
+            way_out = out_of_pin(key.job, reason, has_callbacks=has_callbacks)
+            self.note_fault("pinned", key, reason, way_out)
+            self.set_all_aside(tenancy.reach)
 
     def _on_admission_failed(
         self, key: TenancyKey, reason: Reason, chosen: list[Round], now: float

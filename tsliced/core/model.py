@@ -243,6 +243,8 @@ class CoreLimits:
     #: One lease lists at most so many groups.
     max_groups_per_lease: int = 64
     freeze_timeout_s: float = 10.0
+    #: The same while another rank of the job is frozen: one that waits for that is never done.
+    peer_freeze_timeout_s: float = 2.0
     quiesce_timeout_s: float = 30.0
     #: A participant whose coordinator is silent for so long thaws what it was to freeze.
     alone_s: float = 20.0

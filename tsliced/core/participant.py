@@ -310,11 +310,21 @@ class Participant:
         op = self.numbers.take_op()
         epoch = self.order.stamp.epoch
         rank.start(Operation(op=op, verb=verb, epoch=epoch, started_at=now))
-        timeout_s = self.limits.freeze_timeout_s if verb is Verb.FREEZE else None
         start = StartOperation(
-            op=op, rank=rank.id, tenancy=self.tenancy, verb=verb, timeout_s=timeout_s
+            op=op,
+            rank=rank.id,
+            tenancy=self.tenancy,
+            verb=verb,
+            timeout_s=self._freeze_timeout_s() if verb is Verb.FREEZE else None,
         )
         return [start] if verb is Verb.QUERY else [rank.record(self.tenancy), start]
+
+    def _freeze_timeout_s(self) -> float:
+        limits = self.limits
+        if not self._in_state(RankState.FROZEN):
+            # Its peers run, and end what it waits for.
+            return limits.freeze_timeout_s
+        return min(limits.freeze_timeout_s, limits.peer_freeze_timeout_s)
 
     # --- steps --------------------------------------------------------------------------------
 

@@ -18,10 +18,27 @@ def out_of_fault(job: JobKey) -> str:
     )
 
 
-def out_of_pin(job: JobKey) -> str:
-    """Return what helps where a job cannot be taken off its devices."""
+def toward_a_freeze(reason: Reason, *, has_callbacks: bool) -> str:
+    """Return what lets a job be frozen that could not be in time; empty: that is not its trouble.
+
+    Ranks that wait for one another are never at one step by chance: a rank that is frozen keeps its
+    peers in their collective, and those cannot be frozen then, however long one waits for them.
+    """
+    if reason.cause is not Cause.FREEZE_TIMEOUT:
+        return ""
+    if has_callbacks:
+        return "its on_pause callbacks must stop all ranks at the same step, and let devices finish"
     return (
-        f"mend that and try again (tslicectl retry {job}), "
+        "let its ranks stop at one step when they are asked to: register on_pause and on_resume "
+        "(libtimeslice), or use pausable_step"
+    )
+
+
+def out_of_pin(job: JobKey, reason: Reason, *, has_callbacks: bool) -> str:
+    """Return what helps where a job cannot be taken off its devices."""
+    mend = toward_a_freeze(reason, has_callbacks=has_callbacks) or "mend that"
+    return (
+        f"{mend}; then try again (tslicectl retry {job}), "
         f"or end its processes (tslicectl kill {job})"
     )
 

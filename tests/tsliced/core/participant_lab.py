@@ -132,15 +132,18 @@ class Lab:
         self.participant.check_invariants()
         return effects
 
-    def start(self, op: int, process: ProcessId, verb: Verb) -> list[Effect]:
+    def start(
+        self, op: int, process: ProcessId, verb: Verb, *, peer_frozen: bool = False
+    ) -> list[Effect]:
         """Return what starts an operation: first its record."""
         rank = self.participant.ranks[process]
+        limit_s = LIMITS.peer_freeze_timeout_s if peer_frozen else LIMITS.freeze_timeout_s
         start = StartOperation(
             op=OpId(op),
             rank=rank.id,
             tenancy=KEY,
             verb=verb,
-            timeout_s=LIMITS.freeze_timeout_s if verb is Verb.FREEZE else None,
+            timeout_s=limit_s if verb is Verb.FREEZE else None,
         )
         record = RankRecord(
             rank=rank.id,

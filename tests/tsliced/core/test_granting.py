@@ -49,11 +49,9 @@ def test_a_waiter_is_told_once_why_its_turn_does_not_come() -> None:
     waiter = world.acquire(session)
     world.pass_time(100.0)
     assert world.held(waiter)
-    assert world.all_of(TellStalled) == [
-        TellStalled(
-            session=session, lease=waiter, job=A, reason=failure(Cause.FREEZE_TIMEOUT, rank)
-        )
-    ]
+    (told,) = world.all_of(TellStalled)
+    assert (told.session, told.lease, told.job) == (session, waiter, A)
+    assert told.reason == failure(Cause.FREEZE_TIMEOUT, rank)
 
 
 def test_a_failed_snapshot_brings_back_what_was_snapshotted_already() -> None:
@@ -99,6 +97,34 @@ def test_what_fails_too_often_pins_the_tenancy_too() -> None:
     world.pass_time(1000.0)
     assert len(world.moves()) == LIMITS.max_evict_tries
     assert len(world.notes("pinned")) == 1
+
+
+@pytest.mark.parametrize(
+    ("hooks", "remedy"),
+    [(False, "register on_pause and on_resume"), (True, "its on_pause callbacks must stop all")],
+    ids=["without callbacks", "with callbacks"],
+)
+def test_g11_ranks_that_are_never_frozen_in_time_are_pinned_and_all_who_ask_hear_what_helps(
+    hooks: bool, remedy: str
+) -> None:
+    world = World()
+    resident(world, ranks=2)
+    if hooks:
+        world.session(A, hooks=True)
+    fails(world, Verb.FREEZE, Cause.FREEZE_TIMEOUT)
+    waiter = world.acquire(world.session(B))
+    world.pass_time(1000.0)
+    first, last = world.all_of(TellStalled)
+    assert remedy in first.way_out, "it is tried again, and may not work out for ever"
+    assert last.lease == waiter
+    assert f"given up after {LIMITS.max_evict_tries} tries: simulated" in last.reason.text
+    (pinned,) = world.notes("pinned")
+    assert last.way_out == pinned.facts["way_out"]
+    assert remedy in last.way_out
+    assert "tslicectl retry 1000/a" in last.way_out
+    stop = world.machine.leasing.explain_stop(world.machine.tenancies.all[ON_G1], world.now)
+    assert stop is not None
+    assert stop.way_out == last.way_out
 
 
 def test_g11_an_operator_clears_a_pin_and_all_tries_begin_anew() -> None:

@@ -496,8 +496,9 @@ def test_a_stalled_round_is_told_each_new_reason() -> None:
     )
     world.acquire(world.session(B))
     world.pass_time(100.0)
-    told = [action.reason.cause for action in world.all_of(TellStalled)]
-    assert told == [Cause.FREEZE_TIMEOUT, Cause.DRIVER]
+    told = [(action.reason.cause, action.way_out) for action in world.all_of(TellStalled)]
+    assert [cause for cause, _ in told] == [Cause.FREEZE_TIMEOUT, Cause.DRIVER, Cause.DRIVER]
+    assert [way_out != "" for _, way_out in told] == [True, False, True], "at last it is pinned"
     assert world.state(rank) is RUNNING
 
 

@@ -57,7 +57,7 @@ def test_frozen_finds_the_ranks_reserves_memory_freezes_one_by_one_and_looks_aga
     assert lab.order(Goal.FROZEN) == [scan(1)]
     assert lab.scanned(1, found(P1), found(P2)) == [reserve_host(2, P1, P2)]
     assert lab.reserved(2) == lab.start(3, P1, Verb.FREEZE)
-    assert lab.ended(3, P1, FROZEN) == lab.start(4, P2, Verb.FREEZE)
+    assert lab.ended(3, P1, FROZEN) == lab.start(4, P2, Verb.FREEZE, peer_frozen=True)
     assert lab.ended(4, P2, FROZEN) == [scan(5)]
     assert lab.scanned(5, found(P1), found(P2)) == [lab.at()]
 
@@ -262,7 +262,7 @@ def test_a_late_rank_is_frozen_too_before_frozen_is_answered() -> None:
     lab = Lab()
     lab.freeze_one()
     assert lab.scanned(4, found(P1), found(P2)) == [reserve_host(5, P1, P2)]
-    assert lab.reserved(5) == lab.start(6, P2, Verb.FREEZE)
+    assert lab.reserved(5) == lab.start(6, P2, Verb.FREEZE, peer_frozen=True)
     assert lab.ended(6, P2, FROZEN) == [scan(7)]
     assert lab.scanned(7, found(P1), found(P2)) == [lab.at()]
 
