@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from libtimeslice.lease import Lease
     from libtimeslice.session import LeaseState, Released
+    from libtimeslice.steps import PausableStep
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "Lost",
     "Mode",
     "NotPermitted",
+    "PausableStep",
     "Pause",
     "ProtocolError",
     "Refused",
@@ -87,6 +89,7 @@ _HOMES = {
     "Lease": "lease",
     "LeaseState": "session",
     "Released": "session",
+    "PausableStep": "steps",
 }
 
 

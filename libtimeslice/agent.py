@@ -223,7 +223,8 @@ class Agent:
     def _quiesce(self, message: Message) -> Message:
         limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
         groups = tuple(message.get("groups") or ())
-        self._callbacks.run(Pause(groups=groups, timeout_s=limit_s), limit_s=limit_s)
+        pause = Pause(groups=groups, timeout_s=limit_s, move=message.get("move"))
+        self._callbacks.run(pause, limit_s=limit_s)
         return {}
 
     def _resume(self, message: Message) -> Message:

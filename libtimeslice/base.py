@@ -124,7 +124,8 @@ class BaseClient:
     def on_pause(self, function: Callback) -> Callback:
         """Registers a function of a `Pause`, run before this rank's device work is frozen.
 
-        It must return within the pause's `timeout_s`. What it raises stops the move.
+        It must return within the pause's `timeout_s`. What it raises stops the move. Of ranks that
+        wait for one another all must stop behind the same step: see `TimeSlice.pausable_step`.
         """
         return self._register(Pause, function)
 

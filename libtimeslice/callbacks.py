@@ -47,6 +47,9 @@ class Pause:
 
     groups: tuple[str, ...]
     timeout_s: float
+    #: Number of the move that it is for, the same in all ranks of the job and used for one try
+    #: alone; None: the daemon is too old to say.
+    move: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from libtimeslice.line import Line
 from libtimeslice.link import TICK_S, OutOfTime, remaining
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
+from libtimeslice.steps import Agree, PausableStep
 from libtimeslice.usage import Function, OnAccelerators
 
 __all__ = ["Connection", "TimeSlice", "connect"]
@@ -207,6 +208,25 @@ class TimeSlice(BaseClient):
         """Lets others onto everything that this client holds. See `Lease.off_accelerators`."""
         with self._lock:
             return OffAccelerators(self, tuple(self._session.grants.values()), timeout)
+
+    def pausable_step(
+        self, *, agree: Agree | None = None, finish: Callable[[], object] | None = None
+    ) -> PausableStep:
+        """Returns a `with` block for each step of a loop whose ranks wait for one another.
+
+        Where the daemon wants the devices for others, all ranks stop behind the same step, and
+        their device work is done before it freezes them. Without this, or `on_pause` functions
+        that do the same, ranks that run collectives cannot be moved in the middle of their work.
+        Every rank of the job must make one and enter it equally often, with leases taken outside.
+
+        agree: makes one number of all ranks' numbers, the largest; see `steps.Agree`. By default
+            through torch.distributed, where that is initialized; else each rank stands for itself.
+        finish: waits for the device work of this process; by default through torch on CUDA.
+        """
+        step = PausableStep(agree=agree, finish=finish)
+        self.on_pause(step.pause)
+        self.on_resume(step.resume)
+        return step
 
     # -- what a job tells
 

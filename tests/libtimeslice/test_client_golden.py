@@ -190,7 +190,8 @@ def test_what_a_rank_is_asked(old: OldDaemon, ts: TimeSlice) -> None:
     assert old.answer_to("quiesce") == {"re": 1}
     assert old.answer_to("resume") == {"re": 2}
     assert old.answer_to("empty-cache") == {"re": 3, "bytes": 0}
-    assert asked == [Pause(groups=("g1",), timeout_s=10.0), Resume(groups=("g1",))]
+    pause = Pause(groups=("g1",), timeout_s=10.0, move=old.frames["quiesce"].get("move"))
+    assert asked == [pause, Resume(groups=("g1",))]
 
 
 def test_what_a_tool_is_told(old: OldDaemon, daemon: FakeDaemon) -> None:

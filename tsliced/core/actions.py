@@ -12,6 +12,7 @@ from tsliced.core.model import (
     Arrival,
     DeviceId,
     Drain,
+    Epoch,
     Goal,
     GroupName,
     HostName,
@@ -392,6 +393,8 @@ class RunHooks:
     sessions: tuple[SessionId, ...]
     quiesce: bool
     timeout_s: float
+    #: Of the try that it belongs to: by it the ranks know that they mean the same one.
+    epoch: Epoch
 
 
 @value

@@ -372,6 +372,7 @@ class Participant:
             sessions=tuple(self.hook_sessions),
             quiesce=quiesce,
             timeout_s=self.limits.quiesce_timeout_s,
+            epoch=order.stamp.epoch,
         )
 
     def _take_pending(self, op: OpId, failure: Reason | None) -> bool:

@@ -472,6 +472,7 @@ class Server:
             "t": name,
             "groups": list(action.tenancy.groups),
             "timeout_s": action.timeout_s,
+            "move": action.epoch.as_int(),
         }
         clients = [c for s in action.sessions if (c := self._clients.get(s)) is not None]
         answers = await ask_all(clients, message, action.timeout_s)

@@ -399,13 +399,14 @@ def test_nobody_is_thawed_beside_a_parked_rank() -> None:
     assert answer.failure.rank == RankId(HOST, P1)
 
 
-def hook(op: int, *, quiesce: bool) -> RunHooks:
+def hook(op: int, *, quiesce: bool, epoch: int = 1) -> RunHooks:
     return RunHooks(
         op=OpId(op),
         tenancy=KEY,
         sessions=(SESSION,),
         quiesce=quiesce,
         timeout_s=LIMITS.quiesce_timeout_s,
+        epoch=Counter(1, epoch),
     )
 
 
@@ -420,7 +421,7 @@ def test_sessions_quiesce_before_the_freeze_and_resume_after_the_thaw() -> None:
     lab.scanned(5, found(P1))
     lab.order(Goal.RESTORED)
     lab.order(Goal.ON, step=1)
-    assert lab.ended(6, P1, RUNNING) == [hook(7, quiesce=False)]
+    assert lab.ended(6, P1, RUNNING) == [hook(7, quiesce=False, epoch=2)]
     assert lab.hooks(7) == [BACK_NOW, FREE_DEVICE, lab.at(step=1)]
     assert not lab.participant.owes_resume
 
@@ -434,7 +435,7 @@ def test_a_session_that_cannot_quiesce_is_told_to_resume_all_the_same() -> None:
     failed = failure(Cause.QUIESCE)
     assert lab.hooks(3, failed) == [lab.at(failed=failed)]
     lab.order(Goal.RESTORED)
-    assert lab.order(Goal.ON, step=1) == [hook(4, quiesce=False)]
+    assert lab.order(Goal.ON, step=1) == [hook(4, quiesce=False, epoch=2)]
 
 
 def test_a_job_that_cannot_resume_runs_all_the_same() -> None:
