@@ -37,7 +37,7 @@ CORE_MAY_IMPORT = {
 #: Randomness comes in as an argument, so its type may be named; nothing here may make one.
 CORE_MAY_NAME = {"random.Random"}
 
-RING_1 = ("config", "ctl", "driver", "host", "net", "observe", "rescue", "reserving")
+RING_1 = ("codec", "config", "ctl", "driver", "host", "net", "observe", "rescue", "reserving")
 RING_2 = ("tsliced.daemon", "tsliced.reloading", "tsliced.__main__")
 
 LIMIT_OF_MODULE = 700

@@ -382,7 +382,13 @@ class Daemon:
         details = Details(machine=driver.machine, status=status)
         peers = None
         if (door := base.door) is not None:
-            peers = Peers(door.identity, door.addresses, note=driver.note, status=status.status)
+            peers = driver.hosts = Peers(
+                door.identity,
+                door.addresses,
+                post=driver.post,
+                note=driver.note,
+                status=status.status,
+            )
             status.peers = peers.shown
             _warn_of_door(driver, door)
         return Server(

@@ -13,7 +13,7 @@ import asyncio
 import signal
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -29,6 +29,7 @@ from tsliced.core.actions import (
     ReserveNumbers,
     RunHooks,
     ScanGroups,
+    Send,
     SettleHostMemory,
     StartOperation,
     WatchProcess,
@@ -82,6 +83,14 @@ class Clients(Protocol):
         ...
 
 
+class Hosts(Protocol):
+    """The side of the links to other hosts that the driver needs."""
+
+    def deliver(self, sends: Sequence[Send]) -> None:
+        """Say things to other hosts; one without a connection misses them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """All that the core's actions act upon."""
@@ -110,11 +119,14 @@ class Driver:
         self.machine = machine
         self.around = around
         self.clients: Clients | None = None
+        self.hosts: Hosts | None = None
         self._loop = asyncio.get_running_loop()
         self._queue: list[Event] = []
         self._turn: asyncio.Handle | None = None
         #: Lines that are due, for what was done.
         self._notes: list[Note] = []
+        #: What other hosts are to be told when all actions of this turn of the loop were run.
+        self._sends: list[Send] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self._linger_s = linger_s
@@ -237,6 +249,10 @@ class Driver:
                 notes.append(action)
             else:
                 handlers[action.__class__](action)
+        if self._sends:
+            sends, self._sends = self._sends, []
+            if self.hosts is not None:
+                self.hosts.deliver(sends)
         if notes and not self._linger_until:
             self._loop.call_soon(self.write_notes)
 
@@ -308,6 +324,7 @@ class Driver:
         clients = dict.fromkeys(get_args(ClientAction), self._tell)
         return {
             **clients,
+            Send: self._say,
             WatchProcess: self._watch_process,
             EndProcesses: self._end_processes,
             FreeMemory: self._reserving.free,
@@ -340,6 +357,9 @@ class Driver:
     def _tell(self, action: ClientAction) -> None:
         if self.clients is not None:
             self.clients.deliver(action)
+
+    def _say(self, action: Send) -> None:
+        self._sends.append(action)
 
     def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
         """Add a line to the log and the history that does not come from the core."""

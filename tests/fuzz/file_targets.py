@@ -57,8 +57,8 @@ def kept_log_target(directory: Path) -> Callable[[bytes], str]:
 
     def run(data: bytes) -> str:
         choices = Choices(data)
-        damaged = _damaged(whole, choices)
-        _put(path, with_checksums(damaged) if choices.below(4) else damaged)
+        data = damaged(whole, choices)
+        _put(path, with_checksums(data) if choices.below(4) else data)
         try:
             return f"{len(replay(directory, boot=BOOT).state.records())} records"
         except JournalError as exc:
@@ -75,11 +75,11 @@ def op_file_target(directory: Path) -> Callable[[bytes], str]:
 
     def run(data: bytes) -> str:
         choices = Choices(data)
-        damaged = bytearray(_damaged(whole, choices))
+        changed = bytearray(damaged(whole, choices))
         if choices.below(2):
             start = choices.below(256)
-            damaged[start : start + choices.below(32)] = choices.one_of(TEXTS)
-        _put(path, bytes(damaged))
+            changed[start : start + choices.below(32)] = choices.one_of(TEXTS)
+        _put(path, bytes(changed))
         try:
             return type(read_op_file(str(path))).__name__
         except OpFileError:
@@ -88,8 +88,8 @@ def op_file_target(directory: Path) -> Callable[[bytes], str]:
     return run
 
 
-def _damaged(whole: bytes, choices: Choices) -> bytes:
-    """Changes a few bytes of a file: overwritten, inserted, removed, repeated, cut off."""
+def damaged(whole: bytes, choices: Choices) -> bytes:
+    """Changes a few bytes of something: overwritten, inserted, removed, repeated, cut off."""
     data = bytearray(whole)
     for _ in range(choices.below(4)):
         at = (choices.byte() << 8 | choices.byte()) % (len(data) + 1)

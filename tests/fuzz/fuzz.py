@@ -47,7 +47,7 @@ GROWTH_BYTES = 32 << 20
 #: Python objects that a fresh server may find more of than the one before.
 GROWTH_OBJECTS = 5000
 MOST_FRAMES_IN_INPUT = 400
-#: One input for the files' readers for so many frames.
+#: One input for the readers of files and hosts for so many frames.
 FRAMES_PER_FILE = 50
 
 
@@ -251,13 +251,18 @@ def mutate(run: Run, seed: int) -> None:
             mutator.keep(data)
 
 
-def fuzz_files(directory: Path, seed: int, count: int) -> list[str]:
-    """Fuzz the readers of files by mutation; return the different outcomes."""
+def fuzz_readers(directory: Path, seed: int, count: int) -> list[str]:
+    """Fuzz the readers of files and of other hosts' words; return the different outcomes."""
     from file_targets import kept_log_target, op_file_target
+    from peer_target import peer_target
 
     directory.mkdir(parents=True, exist_ok=True)
     outcomes: set[str] = set()
-    targets: list[Callable[[bytes], str]] = [kept_log_target(directory), op_file_target(directory)]
+    targets: list[Callable[[bytes], str]] = [
+        kept_log_target(directory),
+        op_file_target(directory),
+        peer_target(),
+    ]
     for target in targets:
         mutator = Mutator(seed)
         for _ in range(count):
@@ -345,8 +350,8 @@ def main() -> None:
     say(f"fuzzing with {engine}, seed {options.seed}; --seed {options.seed} does it again\n")
     sys.stdout.flush()
     count = max(1000, options.frames // FRAMES_PER_FILE)
-    outcomes = fuzz_files(options.directory / "files", options.seed, count)
-    say(f"files: {count} inputs for each reader, {len(outcomes)} different outcomes\n")
+    outcomes = fuzz_readers(options.directory / "files", options.seed, count)
+    say(f"files and hosts: {count} inputs for each reader, {len(outcomes)} different outcomes\n")
     with opened_run(options.directory, options.frames, options.duration) as run:
         if guided:
             guide_by_coverage(run, options.seed)

@@ -12,7 +12,7 @@ from typing import Any
 import file_targets
 import fuzz
 import pytest
-from fuzz import HERE, Growth, Inputs, LeakError, Run, fuzz_files, mutate, opened_run
+from fuzz import HERE, Growth, Inputs, LeakError, Run, fuzz_readers, mutate, opened_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutation import Mutator
@@ -67,11 +67,12 @@ def test_many_frames_break_nothing_and_leave_nothing_behind_g9(tmp_path: Path) -
     raise AssertionError(f"never reached: {REACHED - reached}")
 
 
-def test_whatever_is_in_the_daemons_files_their_readers_say_so_g8(tmp_path: Path) -> None:
+def test_whatever_is_in_files_or_said_by_other_hosts_its_readers_say_so_g8(tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     sys.stdout.write(f"seed {seed}\n")
-    outcomes = fuzz_files(tmp_path, seed, 1500)
+    outcomes = fuzz_readers(tmp_path, seed, 1500)
     assert {"JournalCode.CORRUPT", "9 records", "OpRecord", "refused"} & set(outcomes)
+    assert set(outcomes) >= {"Order", "Report", "Presence", "refused: bad_message"}
 
 
 def test_a_log_whose_checksums_are_put_right_is_looked_into(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -108,14 +108,23 @@ class Link:
 
         Raises `PeerRefused` (``too_large``), and then nothing is sent.
         """
+        if not self._writer.transport.is_closing():
+            self._write(self.frames.encode(message))
+
+    def send_bodies(self, bodies: Iterable[bytes]) -> None:
+        """Send messages that are maps in msgpack already, with one write.
+
+        As `send`, but if one of them is too large the connection is of no more use: drop it.
+        """
+        if not self._writer.transport.is_closing():
+            self._write(b"".join([self.frames.seal(body) for body in bodies]))
+
+    def _write(self, data: bytes) -> None:
         transport = self._writer.transport
-        if transport.is_closing():
-            return
-        frame = self.frames.encode(message)
         if transport.get_write_buffer_size() > self._most_unsent:
             self.drop(f"it has not read {self._most_unsent} bytes that were sent to it")
             return
-        self._writer.write(frame)
+        self._writer.write(data)
 
     async def receive(self) -> PeerMessage:
         """Return the next message. Raises `PeerGone` or `PeerRefused`."""

@@ -32,9 +32,11 @@ from libtimeslice.fields import (
 from libtimeslice.protocol import HEADER_BYTES, Message, decode_untrusted, encode
 
 #: Major and minor. The same major understands each other; a minor only adds names.
-PEER_VERSION: Final = (1, 0)
+PEER_VERSION: Final = (1, 1)
+#: Sides that both have it say what their cores have to tell each other.
+JOBS: Final = "jobs"
 #: What this side understands beyond the version.
-FEATURES: Final = ("status",)
+FEATURES: Final = ("status", JOBS)
 TAG_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 #: A frame of a side that has not proved yet who it is.
@@ -95,7 +97,8 @@ class Hello:
     """What a daemon is, and what must be the same on both sides."""
 
     host: str
-    #: One run of the daemon: it is another one after each start.
+    #: One run of the daemon: it is another one after each start. The boot id of its system, a
+    #: slash, and when it began.
     incarnation: str
     release: str
     features: tuple[str, ...]
@@ -103,6 +106,11 @@ class Hello:
     heartbeat_s: float
     #: Groups that both hosts share, and digests of what they are.
     groups: dict[str, str]
+
+    @property
+    def boot(self) -> str:
+        """The boot id of its system: with another one, all processes there are others."""
+        return self.incarnation.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +161,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """What the core of one side tells that of the other: see `peer_codec`."""
+
+    kind: str
+    fields: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
     """The daemon ends as it was asked to."""
 
@@ -169,6 +185,7 @@ PeerMessage: TypeAlias = (
     | Pong
     | Ask
     | Answer
+    | Say
     | Bye
 )
 
@@ -210,6 +227,10 @@ class Frames:
             body = encode(to_map(message))[HEADER_BYTES:]
         except ProtocolError as exc:
             raise PeerRefused("too_large", str(exc)) from exc
+        return self.seal(body)
+
+    def seal(self, body: bytes) -> bytes:
+        """Return the frame of a message that is a map in msgpack already; raises as `encode`."""
         if len(body) > self.max_bytes:
             raise PeerRefused("too_large", f"{len(body)} bytes exceed the limit of a frame")
         tag = self._sending.tag(body) if self._sending is not None else b""
@@ -247,6 +268,8 @@ def to_map(message: PeerMessage) -> Message:
     name = _NAMES[type(message)]
     if isinstance(message, Welcome):
         return {**to_map(message.hello), "t": name}
+    if isinstance(message, Say):
+        return {"t": name, "k": message.kind, "f": message.fields}
     fields = {field: getattr(message, field) for field in message.__dataclass_fields__}
     return {"t": name, **{k: v for k, v in fields.items() if v is not None}}
 
@@ -312,6 +335,13 @@ def _parse_answer(message: Message) -> Answer:
     return Answer(id=id_field(message), body=body, error=error)
 
 
+def _parse_say(message: Message) -> Say:
+    fields = message.get("f")
+    if not isinstance(fields, list):
+        refuse_field(message, "f", "must be a list")
+    return Say(kind=name_field(message, "k"), fields=fields)
+
+
 _PARSERS: Final[dict[str, Callable[[Message], PeerMessage]]] = {
     "greeting": _parse_greeting,
     "challenge": _parse_challenge,
@@ -326,6 +356,7 @@ _PARSERS: Final[dict[str, Callable[[Message], PeerMessage]]] = {
     ),
     "ask": lambda message: Ask(id=id_field(message), what=name_field(message, "what")),
     "answer": _parse_answer,
+    "say": _parse_say,
     "bye": lambda _message: Bye(),
 }
 _NAMES: Final[dict[type[Any], str]] = {
@@ -340,6 +371,7 @@ _NAMES: Final[dict[type[Any], str]] = {
     Pong: "pong",
     Ask: "ask",
     Answer: "answer",
+    Say: "say",
     Bye: "bye",
 }
 
@@ -384,6 +416,9 @@ def check_agreement(ours: Hello, theirs: Hello, *, suspect_s: float) -> None:
             f"must be less than peers.suspect_s on {here}, {suspect_s:g} s"
         )
         raise PeerRefused("config", text)
+    if (ours.groups or theirs.groups) and JOBS not in theirs.features:
+        text = f"{there} runs {theirs.release}, which cannot share groups with others; update it"
+        raise PeerRefused("version", text)
     for name in sorted(ours.groups.keys() | theirs.groups.keys()):
         if name not in ours.groups or name not in theirs.groups:
             has, lacks = (here, there) if name in ours.groups else (there, here)

@@ -1,6 +1,7 @@
 """The links to the daemons of other hosts: made, kept, watched, and asked through.
 
-Nothing here decides about devices. A host that is LOST is told of; what it held stays as it is.
+Nothing here decides about devices. The core is told what becomes of links and hosts, and what the
+core of another host says; in which order it happened is the order in which it is told.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,11 +18,15 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from libtimeslice.protocol import Message
 from tsliced.config import PeerAddress
+from tsliced.core.actions import Send
+from tsliced.core.events import PeerConnected, PeerDisconnected, PeerEvent, PeerLost, PeerSaid
 from tsliced.core.model import HostName
+from tsliced.net import peer_codec
 from tsliced.net.listening import ListenError
 from tsliced.net.peer_link import Identity, Link, PeerGone, dial, receive_link
 from tsliced.net.peer_liveness import Liveness, PeerState
 from tsliced.net.peer_messages import (
+    JOBS,
     Answer,
     Ask,
     Bye,
@@ -31,6 +36,7 @@ from tsliced.net.peer_messages import (
     Ping,
     Pong,
     Refusal,
+    Say,
 )
 
 BACKLOG: Final = 128
@@ -72,6 +78,8 @@ class _Peer:
     liveness: Liveness
     link: Link | None = None
     hello: Hello | None = None
+    #: The core was told that it is there, and hears what it says.
+    is_heard: bool = False
     #: Why one of the two did not go on with the other, and when.
     refusal: str = ""
     refused_at: float = 0.0
@@ -91,13 +99,16 @@ class Peers:
         identity: Identity,
         addresses: Mapping[HostName, PeerAddress],
         *,
+        post: Callable[[PeerEvent], object],
         note: NoteWriter,
         status: Callable[[], Message],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
         self._settings = identity.settings
+        self._post = post
         self._note = note
+        self._encoder = peer_codec.Encoder()
         self._status = status
         self._clock = clock
         self._random = Random()
@@ -251,6 +262,9 @@ class Peers:
         anew = peer.hello is not None and peer.hello.incarnation != hello.incarnation
         peer.link, peer.hello, peer.refusal = link, hello, ""
         self._hear(peer, restarted=anew)
+        if JOBS in hello.features:
+            peer.is_heard = True
+            self._post(PeerConnected(host=peer.host, boot=hello.boot))
         reason = ""
         try:
             while not isinstance(message := await link.receive(), Bye | Refusal):
@@ -261,6 +275,7 @@ class Peers:
             reason = str(exc)
         except PeerRefused as exc:
             self._on_refused(peer.host, link.address, exc)
+            link.refuse(exc)
             reason = str(exc)
         finally:
             link.close()
@@ -281,6 +296,11 @@ class Peers:
                     self._settle(peer, message.id, Unanswered("unavailable", text))
                 else:
                     self._settle(peer, message.id, answer)
+            case Say() if peer.is_heard:
+                said = peer_codec.decode_untrusted(
+                    message, speaker=peer.host, listener=self._identity.host
+                )
+                self._post(PeerSaid(host=peer.host, message=said))
             case _:
                 raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
 
@@ -304,6 +324,28 @@ class Peers:
         peer.pings.clear()
         for ask in list(peer.questions):
             self._settle(peer, ask, self._absence(peer))
+        if peer.is_heard:
+            peer.is_heard = False
+            self._post(PeerDisconnected(host=peer.host))
+
+    # --- for the core -------------------------------------------------------------------------
+
+    def deliver(self, sends: Iterable[Send]) -> None:
+        """Say things to other hosts, each host's with one write; who has no link misses them."""
+        bodies: dict[HostName, list[bytes]] = {}
+        for send in sends:
+            peer = self._peers.get(send.host)
+            if peer is not None and peer.is_heard:
+                bodies.setdefault(send.host, []).append(self._encoder.encode(send.message))
+        for host, of_host in bodies.items():
+            link = self._peers[host].link
+            assert link is not None, "a host that is heard has a link"
+            try:
+                link.send_bodies(of_host)
+            except PeerRefused as exc:
+                # It would not know what it must, and not know that.
+                self._note("peers", "error", host=host, reason=f"cannot be told all: {exc}")
+                link.drop(f"what it has to be told does not fit into a frame: {exc}")
 
     # --- where hosts stand --------------------------------------------------------------------
 
@@ -329,6 +371,8 @@ class Peers:
             self._note("peer_lost", "error", host=peer.host, reason=self._reason(peer))
             if peer.link is not None:
                 peer.link.drop("it is silent")
+                self._forget(peer)
+            self._post(PeerLost(host=peer.host))
         else:
             self._note("peer_suspect", "warning", host=peer.host, reason=self._reason(peer))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from libtimeslice.errors import ProtocolError
 from tsliced.net.peer_messages import (
+    FEATURES,
     NONCE_BYTES,
     PEER_VERSION,
     TAG_BYTES,
@@ -28,6 +29,7 @@ from tsliced.net.peer_messages import (
     Pong,
     Proof,
     Refusal,
+    Say,
     Welcome,
     check_agreement,
     check_greeting,
@@ -42,7 +44,7 @@ HELLO = Hello(
     host="n1",
     incarnation="boot/1",
     release="0.1.0",
-    features=("status",),
+    features=FEATURES,
     cluster="",
     heartbeat_s=1.0,
     groups={"both": "0123"},
@@ -60,6 +62,7 @@ MESSAGES: list[PeerMessage] = [
     Ask(id=7, what="status"),
     Answer(id=7, body={"host": "n2"}),
     Answer(id=7, error="no"),
+    Say(kind="sessions", fields=[["s-1"]]),
     Bye(),
 ]
 
@@ -243,3 +246,11 @@ def test_hosts_that_do_not_agree_are_told_what_differs(
         check_agreement(HELLO, replace(theirs, **change), suspect_s=3.0)  # type: ignore[arg-type]  # any field
     assert caught.value.code == "config"
     assert str(caught.value).startswith(text)
+
+
+def test_a_host_that_cannot_speak_of_jobs_shares_no_group() -> None:
+    theirs = replace(HELLO, host="n2", features=("status",))
+    with pytest.raises(PeerRefused, match="cannot share groups with others; update it") as caught:
+        check_agreement(HELLO, theirs, suspect_s=3.0)
+    assert caught.value.code == "version"
+    check_agreement(replace(HELLO, groups={}), replace(theirs, groups={}), suspect_s=3.0)

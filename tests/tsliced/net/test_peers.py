@@ -4,181 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
-import uvloop
-from in_process import LIMIT_S, until
+from in_process import until
+from peer_lab import N1, N2, NOBODY, SETTINGS, Raw, Run, Side, ask, state, stranger
 
 from libtimeslice.protocol import Message
-from tsliced.config import PeerAddress, PeerSettings
-from tsliced.core.model import HostName
-from tsliced.ctl.__main__ import main as tslicectl
+from tsliced.config import PeerAddress
 from tsliced.net.listening import ListenError
-from tsliced.net.peer_auth import Credentials, Exchange, load_credentials
-from tsliced.net.peer_link import Identity
+from tsliced.net.peer_auth import Credentials
 from tsliced.net.peer_messages import (
     NONCE_BYTES,
     PEER_VERSION,
     Answer,
     Ask,
     Bye,
-    Challenge,
-    Frames,
     Greeting,
-    Hello,
-    PeerMessage,
     Ping,
-    Proof,
-    Refusal,
 )
-from tsliced.net.peers import Peers, Unanswered, listen_for_peers
-
-SECRET = b"a key that both hosts have: 32 bytes."
-SETTINGS = PeerSettings(
-    auth="psk",
-    heartbeat_s=0.1,
-    suspect_s=5.0,
-    lost_s=10.0,
-    greeting_timeout_s=0.5,
-    reconnect_min_s=0.01,
-    reconnect_max_s=0.1,
-    max_greetings=3,
-)
-N1, N2 = HostName("n1"), HostName("n2")
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Awaitable[None]], None]]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-
-        async def limited(work: Awaitable[None]) -> None:
-            async with asyncio.timeout(LIMIT_S):
-                await work
-
-        yield lambda work: runner.run(limited(work))
-
-
-Run = Callable[[Awaitable[None]], None]
-
-
-@dataclass
-class Side:
-    """One daemon's links, and what it told of them."""
-
-    host: HostName
-    settings: PeerSettings = SETTINGS
-    credentials: Credentials = field(default=Credentials(auth="psk", secret=SECRET))
-    status: Callable[[], Message] = dict
-    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
-        self.notes.append((kind, {"level": level, **facts}))
-
-    def hello(self, _other: HostName) -> Hello:
-        return Hello(
-            host=self.host,
-            incarnation=f"{self.host}/1",
-            release="0",
-            features=(),
-            cluster="",
-            heartbeat_s=self.settings.heartbeat_s,
-            groups={},
-        )
-
-    @contextlib.asynccontextmanager
-    async def serve(self, **others: PeerAddress) -> AsyncIterator[tuple[Peers, PeerAddress]]:
-        addresses = {HostName(name): address for name, address in others.items()}
-        identity = Identity(
-            host=self.host,
-            settings=self.settings,
-            credentials=self.credentials,
-            hello=self.hello,
-            allowed=frozenset(addresses),
-        )
-        peers = Peers(identity, addresses, note=self.note, status=self.status)
-        listener = listen_for_peers(PeerAddress("127.0.0.1", 0))
-        task = asyncio.create_task(peers.run(listener))
-        try:
-            yield peers, PeerAddress(*listener.getsockname()[:2])
-        finally:
-            peers.close()
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            listener.close()
-
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in self.notes if name == kind]
-
-
-NOBODY = PeerAddress("127.0.0.1", 1)
-
-
-def state(peers: Peers) -> str:
-    return str(peers.shown()[0]["state"])
-
-
-async def ask(peers: Peers, host: str) -> Message | Unanswered:
-    answer: asyncio.Future[Message | Unanswered] = asyncio.get_running_loop().create_future()
-    peers.ask_status(host, answer.set_result)
-    return await answer
-
-
-class Raw:
-    """Somebody who speaks to a daemon as a test wants it."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.frames = Frames(max_bytes=1 << 20)
-        self.reader, self.writer = reader, writer
-        self.sent: list[bytes] = []
-
-    def send(self, message: PeerMessage) -> None:
-        frame = self.frames.encode(message)
-        self.sent.append(frame)
-        self.writer.write(frame)
-
-    async def receive(self) -> PeerMessage:
-        length = self.frames.length_untrusted(await self.reader.readexactly(4))
-        return self.frames.decode_untrusted(await self.reader.readexactly(length))
-
-    async def refusal(self) -> Refusal:
-        while not isinstance(message := await self.receive(), Refusal):
-            pass
-        return message
-
-    async def greet(self, *, secret: bytes = SECRET, nonce: bytes = b"", to: str = "n2") -> Frames:
-        """Goes through the greeting as n1, up to the keys."""
-        nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        self.send(Greeting(version=PEER_VERSION, auth="psk", host="n1", to=to, nonce=nonce))
-        challenge = await self.receive()
-        assert isinstance(challenge, Challenge)
-        exchange = Exchange(
-            secret=secret,
-            dialer="n1",
-            acceptor="n2",
-            dialer_nonce=nonce,
-            acceptor_nonce=challenge.nonce,
-        )
-        self.send(Proof(proof=exchange.proof_of_dialer()))
-        self.frames.use_keys(sending=exchange.key_of_dialer(), receiving=exchange.key_of_acceptor())
-        return self.frames
-
-
-@contextlib.asynccontextmanager
-async def stranger(address: PeerAddress, tls: ssl.SSLContext | None = None) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection(*address, ssl=tls)
-    try:
-        yield Raw(reader, writer)
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+from tsliced.net.peers import Unanswered, listen_for_peers
 
 
 def test_two_hosts_make_one_link_and_answer_each_other(run: Run) -> None:
@@ -512,27 +359,6 @@ def test_a_bug_ends_one_connection_and_not_the_daemon(run: Run) -> None:
             await until(lambda: state(peers2) == "connected", "it is up")
 
     run(story())
-
-
-@pytest.fixture(scope="module")
-def certified(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Credentials]:
-    """Returns what a host of one cluster proves itself with."""
-    directory = tmp_path_factory.mktemp("cluster")
-    arguments = ["--hosts", "n1,n2,n3", "--dir", str(directory / "keys")]
-    assert tslicectl(["cluster", "init", *arguments]) == 0
-
-    def credentials_of(host: str) -> Credentials:
-        place = directory / "keys" / host / "peers"
-        settings = replace(
-            SETTINGS,
-            auth="tls",
-            ca_file=str(place / "ca.crt"),
-            cert_file=str(place / "host.crt"),
-            key_file=str(place / "host.key"),
-        )
-        return load_credentials(settings, host)
-
-    return credentials_of
 
 
 def test_a_host_with_a_certificate_of_another_cannot_call_itself_that_one(
