@@ -34,6 +34,10 @@ test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 57
 chaos: $(VENV)/.stamp-test softcuda ## 40 clients in a storm of faults; DURATION=60 seconds, SEED=n repeats one
 	PYTHONPATH=tests/e2e:. $(BIN)/python tests/chaos/chaos_run.py --duration $(or $(DURATION),60) $(SEED:%=--seed %)
 
+.PHONY: sim
+sim: $(VENV)/.stamp-test ## SEEDS=2000 lives of simulated clusters in which anything goes wrong; SEED=n tells one
+	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/simulate.py --seeds $(or $(SEEDS),2000) $(SEED:%=--seed %)
+
 .PHONY: check
 check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core
 	$(BIN)/ruff format --check .

@@ -60,6 +60,9 @@ class Client:
         if not self.connected:
             return
         match action:
+            case Grant() if self._is_settled(action):
+                # Nobody waits for it: without a confirmation it is handed back.
+                pass
             case Grant():
                 self._answer(action.request, action)
                 if not self._is_given_back(action.lease):
@@ -85,6 +88,10 @@ class Client:
     def _answer(self, request: RequestId, action: Action) -> None:
         self.open.pop(request, None)
         self.answers[request] = action
+
+    def _is_settled(self, grant: Grant) -> bool:
+        answered = grant.request in self.answers and grant.request not in self.open
+        return answered and grant.lease not in self.held
 
     def _is_given_back(self, lease: LeaseId) -> bool:
         releases = (r for r in self.open.values() if isinstance(r, ReleaseRequested))

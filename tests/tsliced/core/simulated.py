@@ -36,9 +36,9 @@ def job(name: str, uid: int = 1000) -> JobKey:
     return JobKey("", uid, name)
 
 
-def failure(cause: Cause, process: ProcessId | None = None) -> Reason:
+def failure(cause: Cause, process: ProcessId | None = None, host: HostName = HOST) -> Reason:
     """Return a reason with a recognizable text."""
-    rank = RankId(HOST, process) if process is not None else None
+    rank = RankId(host, process) if process is not None else None
     return Reason(cause=cause, text=f"simulated {cause.value}", rank=rank)
 
 

@@ -1,0 +1,145 @@
+"""Lives of simulated clusters, by the thousand: ``make sim SEEDS=20000``, ``make sim SEED=n``.
+
+Seeds are lived on all cores. The first one that breaks a guarantee is lived once more, and told: a
+failure prints its seed, what was wrong, and what had happened, in order and by host. At the end
+stands how often each phase of a move was hit by each fault; a pair that was hit too rarely in a run
+of `ENOUGH_SEEDS` fails it, because it shows that the simulation has become blind to something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from faults import FAULTS
+from life import PHASES, Aim, Life, all_pairs
+from transcript import Transcript
+
+#: How often each phase is to be hit by each fault, in a run of so many seeds.
+MIN_HITS, ENOUGH_SEEDS = 50, 20_000
+#: Lives per message from a worker.
+BATCH = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one life ended. `failure`: None, or what was wrong with it."""
+
+    seed: int
+    failure: str | None
+    hits: Counter[Aim]
+    switches: int
+
+
+def live(seed: int) -> Outcome:
+    """Live one life."""
+    life = Life(seed)
+    failure = None
+    try:
+        life.live()
+    except Exception as exc:
+        failure = f"{type(exc).__name__}: {exc}"
+    return Outcome(seed, failure, life.hits, life.switches)
+
+
+def tell(seed: int) -> str:
+    """Live one life once more, and return what happened in it."""
+    life = Life(seed)
+    transcript = Transcript(life)
+    try:
+        life.live()
+    except Exception:
+        ending = traceback.format_exc(limit=-5)
+    else:
+        ending = "nothing was wrong"
+    layout = ", ".join(
+        f"{name} on {'+'.join(on)}" for name, on in life.cluster.layout.groups.items()
+    )
+    jobs = ", ".join(
+        f"{one.key.id} at {'+'.join(seat.host.host for seat in one.seats)}"
+        f" for {'|'.join('+'.join(groups) for groups in one.wants)}"
+        for one in life.cluster.jobs
+    )
+    heading = f"seed {seed}: groups {layout}; jobs {jobs}"
+    return "\n".join([heading, *transcript.lines, ending])
+
+
+def live_all(seeds: Iterable[int], workers: int) -> Iterator[Outcome]:
+    """Live many lives, in any order."""
+    if workers == 1:
+        yield from map(live, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(live, seeds, chunksize=BATCH)
+
+
+def table(hits: Counter[Aim]) -> str:
+    """Return how often each phase was hit by each fault."""
+    width = max(map(len, FAULTS))
+    names = [phase.value.replace(" ", "-") for phase in PHASES]
+    lines = [" ".join([" " * width, *names])]
+    for fault in FAULTS:
+        counts = (f"{hits[Aim(p, fault)]:{len(n)}}" for p, n in zip(PHASES, names, strict=True))
+        lines.append(" ".join([f"{fault:{width}}", *counts]))
+    return "\n".join(lines)
+
+
+def run(seeds: range, workers: int) -> int:
+    """Live all seeds; return the exit status."""
+    hits: Counter[Aim] = Counter()
+    failed: list[Outcome] = []
+    lived = switches = 0
+    began_at = time.monotonic()
+    for outcome in live_all(seeds, workers):
+        lived, switches = lived + 1, switches + outcome.switches
+        hits += outcome.hits
+        if outcome.failure is not None:
+            failed.append(outcome)
+            print(f"seed {outcome.seed}: {outcome.failure}", flush=True)
+            if len(failed) >= 20:
+                print("that is enough of them")
+                break
+    seconds = time.monotonic() - began_at
+    if failed:
+        print(tell(min(failed, key=lambda outcome: outcome.seed).seed))
+    print(table(hits))
+    print(
+        f"{lived} lives, {switches} switches, {len(failed)} failed, {lived / seconds:.0f} lives/s"
+    )
+    missing = [aim for aim in all_pairs() if hits[aim] < MIN_HITS]
+    if lived >= ENOUGH_SEEDS and missing:
+        pairs = ", ".join(f"{aim.fault} while {aim.phase.value}" for aim in missing)
+        print(f"hit fewer than {MIN_HITS} times: {pairs}")
+    return bool(failed or (lived >= ENOUGH_SEEDS and missing))
+
+
+def main() -> int:
+    """Do as the command line says."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    arguments.add_argument("--seeds", type=int, default=2000, help="how many lives")
+    arguments.add_argument("--first", type=int, default=0, help="seed of the first one")
+    arguments.add_argument("--seed", type=int, help="live this one, and tell it")
+    arguments.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = arguments.parse_args()
+    if options.seed is not None:
+        print(tell(options.seed))
+        return live(options.seed).failure is not None
+    return run(range(options.first, options.first + options.seeds), options.workers)
+
+
+def with_fixed_hashes() -> None:
+    """Start anew where hashes differ from run to run: with them, sets come in another order."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
+if __name__ == "__main__":
+    with_fixed_hashes()
+    sys.exit(main())
