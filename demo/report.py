@@ -63,15 +63,22 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def leases(events: Iterable[Message], end: float) -> dict[str, list[Interval]]:
-    """Returns when each job, by its id, had a lease; one that is not released lasts to ``end``."""
+    """Returns when each job, by its id, had a lease; one that is not released lasts to ``end``.
+
+    Short ones that the daemon told of together count as one that is as long as all of them.
+    """
     open_leases: dict[str, tuple[str, float]] = {}
     found: dict[str, list[Interval]] = {}
     for event in events:
         if event["kind"] == "granted":
-            open_leases[event["lease"]] = (job_of(event), event["at"])
+            began_at = event["at"] - (event.get("held_s") or 0.0)
+            open_leases[event["lease"]] = (job_of(event), began_at)
         elif event["kind"] == "released" and event["lease"] in open_leases:
             job, began_at = open_leases.pop(event["lease"])
             found.setdefault(job, []).append((began_at, event["at"]))
+        elif event["kind"] == "held":
+            interval = (event["at"] - event["held_s"], event["at"])
+            found.setdefault(job_of(event), []).append(interval)
     for job, began_at in open_leases.values():
         found.setdefault(job, []).append((began_at, end))
     return found

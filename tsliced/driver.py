@@ -204,6 +204,8 @@ class Driver:
 
     def close(self) -> None:
         """Take no more events. May be repeated."""
+        if not self._closed and self.broken is None:
+            self.catch_up()
         self._closed = True
         self.write_notes()
         self._watch.close()
@@ -255,6 +257,11 @@ class Driver:
                 self.hosts.deliver(sends)
         if notes and not self._linger_until:
             self._loop.call_soon(self.write_notes)
+
+    def catch_up(self) -> None:
+        """Bring the log and the history up to now, for whoever reads them next."""
+        self._notes += self.machine.untold(now=time.monotonic())
+        self.write_notes()
 
     def write_notes(self) -> None:
         """Add the lines that are due to the log and the history.

@@ -10,6 +10,7 @@ from demo.report import (
     duty_lines,
     group_duty,
     job_duty,
+    leases,
     length,
     operation_lines,
     operations,
@@ -52,6 +53,15 @@ def shares(duty: Duty) -> tuple[float, float, float]:
 
 def test_the_group_is_held_while_leased_or_moved_and_useful_while_leased() -> None:
     assert shares(group_duty("g", HISTORY, SPAN, 0.5)) == (0.9, 0.7, 0.5)
+
+
+def test_leases_count_from_their_grant_though_they_are_told_of_later_and_together() -> None:
+    late = [
+        event("held", 102.0, JOB_A, leases=3, held_s=1.5),
+        event("granted", 104.0, JOB_A, lease="a0", held_s=1.0),
+        event("released", 105.0, JOB_A, lease="a0", held_s=2.0),
+    ]
+    assert leases(late, 110.0) == {"a": [(100.5, 102.0), (103.0, 105.0)]}
 
 
 def test_a_job_is_charged_for_its_own_way_onto_the_devices_only() -> None:

@@ -371,6 +371,14 @@ class Host:
         events = self.ask("events", since=since, follow=False, limit=10_000)["events"]
         return [event for event in events if not kinds or event["kind"] in kinds]
 
+    def grants(self, *, job: str = "", group: str = "", since: int = 0) -> int:
+        """Returns how many leases were granted, to one job or to all, on one group or on any."""
+        return sum(
+            event.get("leases", 1)
+            for event in self.events("granted", "held", since=since)
+            if job in ("", event["job"]) and group in ("", event["groups"])
+        )
+
     def operations(self, *verbs: str, since: int = 0) -> list[dict[str, Any]]:
         """Returns the operations on ranks that ended, the oldest first."""
         events = self.events("operation", since=since)

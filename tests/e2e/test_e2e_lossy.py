@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import LIMIT_S, Host, until
+from harness import LIMIT_S, Host, own, until
 from lossy_proxy import Fate, LossyProxy, Side
 from raw_client import RawClient
 
@@ -61,12 +61,6 @@ def other(host: Host) -> Iterator[RawClient]:
 def is_free(host: Host) -> bool:
     groups = host.status()["groups"]
     return all(group["holder"] is None and group["waiters"] == 0 for group in groups)
-
-
-def grants(host: Host, job: str, since: int) -> int:
-    """How often a job was granted something."""
-    events = host.events("granted", since=since)
-    return sum(event["job"].endswith(f"/{job}") for event in events)
 
 
 def latest(host: Host) -> int:
@@ -140,7 +134,7 @@ def test_whatever_becomes_of_one_frame_a_lease_is_granted_once_and_given_back_g6
     until(lambda: host.group()["holder"] is None, "it is given back")
     assert (lease.state, lease.reason) == (LeaseState.RELEASED, None)
     assert rule.left == 0, "the frame never came"
-    assert grants(host, "lossy", since) == 1
+    assert host.grants(job=own("lossy"), since=since) == 1
 
 
 def state_of(lease: Lease) -> LeaseState:

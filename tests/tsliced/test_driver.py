@@ -563,6 +563,28 @@ def test_lines_that_are_due_when_the_driver_closes_are_not_lost(tmp_path: Path) 
     tell(tmp_path, story)
 
 
+def test_of_leases_that_nobody_waits_for_all_is_told_to_a_reader_and_at_the_end(
+    tmp_path: Path,
+) -> None:
+    async def story(daemon: Inside) -> None:
+        def latest() -> tuple[Fact, Fact]:
+            (event,) = daemon.driver.around.history.since(None, 1).events
+            return event["kind"], event["lease"]
+
+        session = daemon.open("a")
+        daemon.release(session, (await daemon.grant(session)).lease)
+        over = (await daemon.grant(session)).lease
+        daemon.release(session, over)
+        await until(lambda: not daemon.machine.leasing.leases, "it is over")
+        daemon.driver.catch_up()
+        assert latest() == ("held", over)
+        held = (await daemon.grant(session)).lease
+        daemon.driver.close()
+        assert latest() == ("granted", held)
+
+    tell(tmp_path, story)
+
+
 def test_lines_that_cannot_be_made_end_the_daemon(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         daemon.driver.note("wrong", "no such level")

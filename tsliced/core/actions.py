@@ -442,6 +442,10 @@ class EndProcesses:
     kill: bool
 
 
+#: What an event of the history says of one thing.
+Fact: TypeAlias = str | int | float | bool | None
+
+
 @value
 class Note:
     """One line for the log and the event history."""
@@ -449,7 +453,7 @@ class Note:
     kind: str
     #: "info", "warning" (handled, but look) or "error" (someone must act).
     level: str
-    facts: Mapping[str, str | int | float | bool | None]
+    facts: Mapping[str, Fact]
 
 
 Action: TypeAlias = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tsliced.core.actions import (
+    Fact,
     FaultRecord,
     Grant,
     Note,
@@ -24,6 +25,7 @@ from tsliced.core.model import (
     GroupName,
     JobKey,
     LeaseId,
+    OpId,
     ProcessId,
     Reason,
     RequestId,
@@ -33,7 +35,7 @@ from tsliced.core.model import (
 )
 from tsliced.core.remedies import out_of_fault
 from tsliced.core.rounds import HELD, Round
-from tsliced.core.sessions import Lease, Session
+from tsliced.core.sessions import RELEASED, Lease, Session
 from tsliced.core.signals import Effect
 from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind, Timers
@@ -41,7 +43,21 @@ from tsliced.core.value import maker
 
 K = TypeVar("K")
 
-_make_grant, _make_note = maker(Grant), maker(Note)
+_make_grant = maker(Grant)
+
+#: How often the history is told of what goes on with nobody waiting.
+TELL_EVERY_S = 1.0
+#: There is one.
+_UNTOLD = TimerKey(TimerKind.UNTOLD, OpId(0))
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Leases of one job on the same groups, granted at once and given back with nobody waiting."""
+
+    last: Lease
+    leases: int = 0
+    held_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +81,12 @@ class Books:
     faulted_at: dict[JobKey, float] = field(default_factory=dict)
     #: Jobs of which a session has ended.
     left: dict[JobKey, None] = field(default_factory=dict)
+    #: Held, and not in the history yet; those that are held for longest come first.
+    untold: dict[LeaseId, Lease] = field(default_factory=dict)
+    #: By job, as the history has it, and groups: what is over, and not in the history yet.
+    tallies: dict[tuple[str, tuple[GroupName, ...]], Tally] = field(default_factory=dict)
+    #: A clock runs for both.
+    untold_timed: bool = False
     #: Groups that must be looked at before the event is done with.
     todo: deque[GroupName] = field(default_factory=deque)
 
@@ -262,8 +284,70 @@ class Books:
         }
         self.out.append(Note(kind=kind, level="error", facts=facts))
 
+    # A job that goes on where it is, with nobody waiting, changes nothing that one would look for,
+    # and may do so thousands of times a second. Two events for each of these leases would cost a
+    # sixth of what it costs in all, and push out of the history what one does look for.
+
+    def note_later(self, lease: Lease, now: float) -> None:
+        """Note a lease that was granted at once when it has lasted, or else with others like it."""
+        self.untold[lease.id] = lease
+        if not self.untold_timed:
+            self._time_untold(now)
+
+    def _time_untold(self, now: float) -> None:
+        self.untold_timed = True
+        self.timers.set(_UNTOLD, now + TELL_EVERY_S)
+
+    def on_untold_due(self, now: float) -> None:
+        """Note what came and went meanwhile, and what has lasted."""
+        self.untold_timed = False
+        self.note_tallies()
+        for lease in list(self.untold.values()):
+            if lease.granted_at + TELL_EVERY_S > now:
+                self._time_untold(now)
+                return
+            self.note_granted(lease, now)
+
+    def note_all_untold(self, now: float) -> None:
+        """Note now what would have been noted later."""
+        self.note_tallies()
+        for lease in list(self.untold.values()):
+            self.note_granted(lease, now)
+
+    def note_holders(self, group: GroupName, now: float) -> None:
+        """Note who holds a group that somebody waits for, if that is not told yet."""
+        round_ = self.chosen_for(group)
+        for lease in round_.members.values() if round_ is not None else ():
+            if lease.id in self.untold:
+                self.note_granted(lease, now)
+
+    def note_tallies(self) -> None:
+        """Note what is over; it comes before whatever is noted next."""
+        for (job, groups), tally in self.tallies.items():
+            facts: dict[str, Fact] = {
+                "job": job,
+                "groups": ",".join(groups),
+                "leases": tally.leases,
+                "held_s": tally.held_s,
+                "lease": tally.last.id,
+                "token": tally.last.tokens[0][1].as_int(),
+                "phase": tally.last.phase or None,
+            }
+            self.out.append(Note(kind="held", level="debug", facts=facts))
+        self.tallies.clear()
+
+    def _count(self, lease: Lease, now: float) -> None:
+        key = (self.sessions[lease.session].job_name, lease.groups)
+        if (tally := self.tallies.get(key)) is None:
+            tally = self.tallies[key] = Tally(last=lease)
+        tally.last = lease
+        tally.leases += 1
+        tally.held_s += now - lease.granted_at
+
     def note_queued(self, lease: Lease) -> None:
         """Note that a lease has to wait."""
+        lease.queued = True
+        self.note_tallies()
         round_ = self.rounds[lease.round]
         facts = {**self._facts(lease), "round": round_.state.value}
         self.out.append(Note(kind="queued", level="info", facts=facts))
@@ -280,8 +364,9 @@ class Books:
         for lease in round_.members.values():
             self.out.append(Note(kind=kind, level="info", facts={**self._facts(lease), **facts}))
 
-    def note_granted(self, lease: Lease) -> None:
-        """Note that a lease is held."""
+    def note_granted(self, lease: Lease, now: float) -> None:
+        """Note that a lease is held, and for how long already if that is told late."""
+        self.note_tallies()
         round_ = self.rounds[lease.round]
         facts = self._facts(lease)
         facts["token"] = lease.tokens[0][1].as_int()
@@ -289,20 +374,27 @@ class Books:
         facts["waited_s"] = lease.granted_at - lease.asked_at
         facts["restored"] = round_.restored
         facts["switch_s"] = _switch_s(lease, round_)
-        self.out.append(_make_note(kind="granted", level=_level(lease), facts=facts))
+        if self.untold.pop(lease.id, None) is not None:
+            facts["held_s"] = now - lease.granted_at
+        self.out.append(Note(kind="granted", level=_level(lease), facts=facts))
 
-    def note_released(self, lease: Lease, code: str, now: float) -> None:
+    def note_released(self, lease: Lease, code: str, waiters: int, now: float) -> None:
         """Note that a lease is held no longer."""
+        if lease.id in self.untold:
+            if code == RELEASED and not waiters:
+                del self.untold[lease.id]
+                self._count(lease, now)
+                return
+            self.note_granted(lease, now)
         facts = self._facts(lease)
         facts["held_s"] = now - lease.granted_at
         facts["cause"] = code
-        self.out.append(_make_note(kind="released", level=_level(lease), facts=facts))
+        self.out.append(Note(kind="released", level=_level(lease), facts=facts))
 
-    def _facts(self, lease: Lease) -> dict[str, str | int | float | bool | None]:
-        groups = lease.groups[0] if len(lease.groups) == 1 else ",".join(lease.groups)
+    def _facts(self, lease: Lease) -> dict[str, Fact]:
         return {
             "job": self.sessions[lease.session].job_name,
-            "groups": groups,
+            "groups": ",".join(lease.groups),
             "lease": lease.id,
         }
 
@@ -314,8 +406,7 @@ def _strike(index: dict[K, dict[SessionId, None]], key: K, session: SessionId) -
 
 
 def _level(lease: Lease) -> str:
-    # A job that goes on where it is, with nobody waiting, changes nothing that one would look for
-    # in a log; there may be thousands of these a second. The history has them all.
+    # What changed nothing is nothing that one would look for in a log either.
     return "debug" if lease.granted_at == lease.asked_at else "info"
 
 

@@ -155,13 +155,13 @@ class Granting(Draining):
             arbiter = self.arbiters[round_.groups[round_.reserved]]
             if arbiter.chosen != round_.id and not arbiter.claim(round_.id):
                 if round_.id not in arbiter.queue:
-                    self._enqueue(arbiter, round_)
+                    self._enqueue(arbiter, round_, now)
                 if arbiter.choose(now=now) != round_.id:
                     return False
             round_.reserved += 1
         return True
 
-    def _enqueue(self, arbiter: Arbiter, round_: Round) -> None:
+    def _enqueue(self, arbiter: Arbiter, round_: Round, now: float) -> None:
         arbiter.enqueue(
             Waiter(
                 round=round_.id,
@@ -173,6 +173,7 @@ class Granting(Draining):
         if arbiter.chosen is None:
             return
         if len(arbiter.queue) == 1:
+            self.note_holders(arbiter.name, now)
             self.tell_contended(arbiter.name)
         if (holder := self.rounds[arbiter.chosen]).overdue:
             self.timers.set(TimerKey(TimerKind.HOLD, holder.id), round_.asked_at)
@@ -272,10 +273,13 @@ class Granting(Draining):
         lease.state, lease.granted_at = LEASE_HELD, now
         if lease.limited:
             self.stop_clock(lease)
+        self.keep_lease(lease)
         if now > lease.asked_at:
             self.await_confirmation(lease, now)
-        self.keep_lease(lease)
-        self.note_granted(lease)
+        if lease.queued:
+            self.note_granted(lease, now)
+        else:
+            self.note_later(lease, now)
         self.tell_granted(lease)
 
     def hold_rest(self, round_: Round, now: float) -> None:
@@ -292,7 +296,7 @@ class Granting(Draining):
         """End a lease, and let whoever waits for what it had go on."""
         round_ = self.rounds[lease.round]
         if lease.state is LEASE_HELD:
-            self.note_released(lease, code, now)
+            self.note_released(lease, code, waiters, now)
         else:
             # It may ask again and belong to the same round.
             round_.took_part.discard(lease.session)
@@ -516,6 +520,9 @@ class Granting(Draining):
             assert self.sessions[lease.session].leases[lease.request] is lease
             assert self.rounds[lease.round].members[lease.id] is lease
             assert (lease.state is LEASE_HELD) == bool(lease.tokens)
+        for lease_id, lease in self.untold.items():
+            assert self.leases.get(lease_id) is lease, "what is told as over is not held"
+        assert self.untold_timed or not (self.untold or self.tallies), "it is told in time"
         uids = Counter(self.sessions[lease.session].job.uid for lease in self.leases.values())
         assert self.leases_by_uid == uids, "who has how many leases"
 

@@ -214,6 +214,13 @@ class Machine:
             self.check_invariants()
         return self._effects(leasing.out, add_unwritten=not isinstance(event, RecordsFailed))
 
+    def untold(self, *, now: float) -> list[Note]:
+        """Return what the history has not been told yet: for somebody who reads it, or the end."""
+        leasing = self.leasing
+        leasing.out = []
+        leasing.note_all_untold(now)
+        return [effect for effect in leasing.out if isinstance(effect, Note)]
+
     def _dispatch(self, event: Event, now: float) -> None:
         leasing, tenancies = self.leasing, self.tenancies
         match event:
@@ -443,6 +450,8 @@ class Machine:
                     leasing.out += self.tenancies.on_barrier(id_, now=now)  # type: ignore[arg-type]
                 case TimerKind.AWAITED:
                     self.barriers.on_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.UNTOLD:
+                    leasing.on_untold_due(now)
                 case TimerKind.STUCK:
                     self.alarms.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:

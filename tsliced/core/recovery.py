@@ -186,6 +186,7 @@ def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:
         state=LeaseState.HELD if record.tokens else LeaseState.WAITING,
         tokens=record.tokens,
         granted_at=now,
+        queued=True,
     )
     leasing.put_lease(session, lease, _round(machine, record, session, now))
 

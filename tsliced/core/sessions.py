@@ -63,6 +63,8 @@ class Lease:
     state: LeaseState = LeaseState.WAITING
     tokens: tuple[tuple[GroupName, Token], ...] = ()
     granted_at: float = 0.0
+    #: It has to wait, or had to: the history was told so.
+    queued: bool = False
     #: A clock runs for its acquire.
     limited: bool = False
     #: The client has to confirm the grant: it had to wait for it and may be gone.

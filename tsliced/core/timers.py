@@ -34,6 +34,7 @@ class TimerKind(Enum):
     IDLE = "idle"
     TURN = "turn"
     REMAINS = "remains"
+    UNTOLD = "untold"
 
 
 class TimerKey(NamedTuple):

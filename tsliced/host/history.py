@@ -3,8 +3,8 @@
 A bounded ring in memory. It belongs to the event loop's thread; storing is somebody else's: whole
 batches are handed to `store`, which must not block.
 
-Two are written for each lease and few are ever read, so they are kept as they come, and become maps
-when somebody reads them.
+Many are written and few are ever read, so they are kept as they come, and become maps when somebody
+reads them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Inquiries:
 
     def on_events(self, client: Client, request: EventsQuery) -> None:
         """Send history, and from now on what is added to it if that is asked for."""
-        self._driver.write_notes()
+        self._driver.catch_up()
         history, limit = self._driver.around.history, request.limit
         while True:
             page = history.since(request.since, limit)

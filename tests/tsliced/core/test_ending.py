@@ -6,6 +6,7 @@ from stories import A, B, parked, resident
 from world import D1, G1, World, job
 
 from tsliced.core.actions import EndProcesses, StartOperation
+from tsliced.core.books import TELL_EVERY_S
 from tsliced.core.events import KillRequested
 from tsliced.core.model import ProcessId, Verb
 
@@ -57,6 +58,7 @@ def test_nothing_is_left_to_do_when_all_have_ended() -> None:
     other = world.process_of(world.session(B))
     world.die(other)
     world.die(world.process_of(session))
+    world.pass_time(TELL_EVERY_S)
     assert not world.machine.ending.asked
     assert world.machine.deadline is None
 

@@ -9,6 +9,7 @@ from stories import PARKED, A, B, C, resident
 from world import D1, D2, G1, G2, GROUPS, LIMITS, World
 
 from tsliced.core.actions import TellHoldWarning, TellLost
+from tsliced.core.books import TELL_EVERY_S
 from tsliced.core.events import TimePassed
 from tsliced.core.model import Arrival, LeaseId, ProcessId
 
@@ -120,6 +121,7 @@ def test_a_client_that_is_gone_leaves_no_clock() -> None:
     world.acquire(session)
     world.close(session)
     world.beat(session)
+    world.pass_time(TELL_EVERY_S)
     assert world.machine.deadline is None
 
 
@@ -223,6 +225,7 @@ def test_a_long_hold_goes_on_until_somebody_waits() -> None:
 def test_a_hold_that_ends_in_time_leaves_no_clock() -> None:
     world = limited()
     world.release(world.acquire(world.session(A)))
+    world.pass_time(TELL_EVERY_S)
     assert world.machine.deadline is None
 
 
