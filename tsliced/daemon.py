@@ -22,6 +22,7 @@ from tsliced.config import (
     Config,
     ConfigSource,
     PeerAddress,
+    hosts_of,
     listen_address,
     peer_addresses,
     resolve_groups,
@@ -310,17 +311,18 @@ class Daemon:
         try:
             await devices.start()
         except DevicesUnavailable as exc:
-            if config.groups:
+            if any(host in hosts_of(config, group) for group in config.groups):
                 # The driver may be loaded later in the boot: the service manager tries again.
                 raise
-            # A host that is being set up: the daemon says so, and serves what does not need NVML.
+            # A host that is being set up, or that has no devices: the daemon says so, and serves
+            # what does not need NVML.
             self.log.write("error", "devices", {"reason": str(exc)})
-            return None, resolve_groups(config, {host: ()}, partial=True)
+            return None, resolve_groups(config, ())
         stack.push_async_callback(devices.close)
         if devices.problems():
             devices.add_lost(recall(Path(config.daemon.state_dir)))
         visible = visible_of(devices.inventory(), config.daemon.visible_devices)
-        return devices, resolve_groups(config, {host: visible}, partial=True)
+        return devices, resolve_groups(config, visible)
 
     def _open_journal(self, stack: contextlib.AsyncExitStack) -> Journal:
         state_dir = Path(self.config.daemon.state_dir)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tsliced.config import Config, ConfigError, ConfigSource, resolve_groups
 from tsliced.config.changes import changed_keys, without_restart
 from tsliced.core.events import Reconfigured
-from tsliced.core.model import GroupConfig, GroupName, HostName
+from tsliced.core.model import GroupConfig, GroupName
 from tsliced.core.sessions import Session
 from tsliced.driver import Driver
 from tsliced.host.device_access import AccessUnknownError
@@ -47,7 +47,7 @@ class Reloader:
             # Files may lie on a disk that hangs.
             read = await asyncio.to_thread(self.source.read)
             new, waiting = without_restart(config, read)
-            groups = self._resolve(new)
+            groups = resolve_groups(new, self.inventory)
         except ConfigError as exc:
             raise ReloadRefused(str(exc)) from exc
         authority = self.make_authority(new, groups)
@@ -65,10 +65,6 @@ class Reloader:
         changed = ", ".join(changed_keys(config, new)) or "nothing"
         note("reloaded", "info", changed=changed)
         return new
-
-    def _resolve(self, config: Config) -> tuple[GroupConfig, ...]:
-        host = HostName(config.daemon.host)
-        return resolve_groups(config, {host: self.inventory}, partial=True)
 
     async def _learn(self, authority: Authority) -> None:
         """Let new lists be answered from for all who are here. Who comes meanwhile is few."""

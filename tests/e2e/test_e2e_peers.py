@@ -337,6 +337,18 @@ def test_hosts_that_do_not_agree_on_a_group_that_they_share_are_apart_until_they
     until(lambda: peer(n1, "n2")["state"] != "connected", "the link ends")
 
 
+def test_a_lease_that_names_no_groups_is_for_those_of_this_host(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    groups: Settings = {"groups.near": {"devices": ["n1:0"]}, "groups.far": {"devices": ["n2:0"]}}
+    n1 = make_host(settings={**cluster.settings("n1"), **groups})
+    with n1.connection(role="client", job="a") as client:
+        assert client.welcome["groups"] == ["far", "near"], "it may lease both"
+        answer = client.request({"t": "acquire"}, LIMIT_S)
+        assert list(answer["tokens"]) == ["near"]
+
+
 def test_without_peers_nothing_listens_on_tcp(host: Host) -> None:
     assert host.daemon is not None
     assert host.status()["peers"] == []

@@ -13,10 +13,8 @@ from tsliced.config import (
     Config,
     ConfigError,
     GroupSettings,
-    Inventory,
     Problem,
     describe,
-    hosts_of,
     listen_address,
     load,
     peer_addresses,
@@ -31,7 +29,7 @@ from tsliced.core.model import CoreLimits, DeviceId, GroupConfig, GroupName, Hos
 from tsliced.host.devices import Device
 
 SAMPLE = Path(__file__).parents[2] / "systemd/tsliced.toml"
-N1, N2 = HostName("n1"), HostName("n2")
+N1, N2, N3 = HostName("n1"), HostName("n2"), HostName("n3")
 
 
 @pytest.fixture
@@ -68,7 +66,9 @@ def devices(host: str, count: int) -> list[Device]:
     ]
 
 
-INVENTORY: Inventory = {N1: devices("n1", 4), N2: devices("n2", 4)}
+INVENTORY = devices("n1", 4)
+#: What a configuration that names other hosts needs besides.
+LINKED = '[daemon]\nhost = "n1"\n[peers]\nauth = "tls"\nhosts = ["n1", "n2", "n3"]\n'
 
 
 class TestLoading:
@@ -87,14 +87,14 @@ class TestLoading:
             load(main)
 
     def test_later_dropins_win_tables_are_merged_and_arrays_replaced(self, main: Path) -> None:
-        add_dropin(main, "20-b.toml", '[groups.g]\ndevices = ["n2:1"]\n[daemon]\nloop="asyncio"\n')
+        add_dropin(main, "20-b.toml", '[groups.g]\ndevices = ["1"]\n[daemon]\nloop="asyncio"\n')
         add_dropin(main, "10-a.toml", '[daemon]\nloop = "uvloop"\nlog_level = "debug"\n')
         add_dropin(main, "30-ignored.conf", "this is not read")
         config = load_text(
-            main, '[daemon]\nlog_level = "error"\n[groups.g]\ndevices = ["n1:0"]\norder = 3\n'
+            main, '[daemon]\nlog_level = "error"\n[groups.g]\ndevices = ["0"]\norder = 3\n'
         )
         assert (config.daemon.loop, config.daemon.log_level) == ("asyncio", "debug")
-        assert config.groups == (GroupSettings(name="g", devices=("n2:1",), order=3),)
+        assert config.groups == (GroupSettings(name="g", devices=("1",), order=3),)
         assert [Path(file).name for file in config.files] == [
             "tsliced.toml",
             "10-a.toml",
@@ -188,7 +188,7 @@ class TestProblems:
             ("[daemon]\nhost = 'a b'", "daemon.host", "a host name"),
             ("[limits]\nmax_hold_s = 30", "limits.max_hold_s", "no time for a warning"),
             (
-                "[limits]\nhold_warning_s = 5\n[groups.g]\ndevices = ['n1:0']\nmax_hold_s = 5",
+                "[limits]\nhold_warning_s = 5\n[groups.g]\ndevices = ['0']\nmax_hold_s = 5",
                 "groups.g.max_hold_s",
                 "more than limits.hold_warning_s, 5 s",
             ),
@@ -259,8 +259,8 @@ class TestProblems:
     def test_a_device_that_two_groups_name_is_found_without_any_device(self, main: Path) -> None:
         problems = problems_of(
             main,
-            '[daemon]\nhost = "n1"\n[groups.a]\ndevices = ["n1:0-2", "n2:0"]\n'
-            '[groups.b]\ndevices = ["2-3", "n2:1", "n2:1"]\n',
+            f'{LINKED}[groups.a]\ndevices = ["n1:0-2", "n2:0"]\n'
+            '[groups.b]\ndevices = ["n1:2-3", "n2:1", "n2:1"]\n',
         )
         assert [problem.text for problem in problems] == [
             "device n1:2 is in group a too: groups are disjoint",
@@ -289,10 +289,11 @@ class TestBarrier:
 
     def test_a_barrier_that_is_too_short_is_refused_with_its_sum(self, main: Path) -> None:
         (problem,) = problems_of(
-            main, '[groups.g]\ndevices = ["n1:0-3", "n2:0"]\n[limits]\nbarrier_timeout_s = 84\n'
+            main,
+            f'[limits]\nbarrier_timeout_s = 84\n{LINKED}[groups.g]\ndevices = ["n1:0-3", "n2:0"]\n',
         )
         assert problem.key == "limits.barrier_timeout_s"
-        assert problem.origin.line == 4
+        assert problem.origin.line == 2
         assert problem.text == (
             "84 s are too short for group g: one try may take quiesce_timeout_s 30 + 4 ranks on n1 "
             "x freeze_timeout_s 10 + barrier_margin_s 15 = 85 s; allow that, or leave the key out"
@@ -300,15 +301,18 @@ class TestBarrier:
 
     def test_a_barrier_that_just_fits_is_taken(self, main: Path) -> None:
         config = load_text(
-            main, '[groups.g]\ndevices = ["n1:0-3"]\n[limits]\nbarrier_timeout_s = 85\n'
+            main,
+            '[daemon]\nhost = "n1"\n[groups.g]\ndevices = ["n1:0-3"]\n'
+            "[limits]\nbarrier_timeout_s = 85\n",
         )
         assert config.limits.barrier_timeout_s == 85
         assert len(resolve_groups(config, INVENTORY)) == 1
 
     def test_what_only_the_devices_tell_is_checked_when_they_are_known(self, main: Path) -> None:
-        config = load_text(main, "[limits]\nbarrier_timeout_s = 84\n")
-        with pytest.raises(ConfigError, match=r"too short for group n1: .* 4 ranks on n1"):
-            resolve_groups(config, INVENTORY)
+        for groups in ("", '[groups.n1]\ndevices = ["n1:*", "n2:0-2"]\n'):
+            config = load_text(main, f"{LINKED}[limits]\nbarrier_timeout_s = 84\n{groups}")
+            with pytest.raises(ConfigError, match=r"too short for group n1: .* 4 ranks on n1"):
+                resolve_groups(config, INVENTORY)
 
 
 class TestUser:
@@ -365,53 +369,77 @@ class TestUser:
         ],
     )
     def test_only_visible_devices_are_served(self, text: str | None, expected: list[int]) -> None:
-        assert [device.index for device in visible_of(INVENTORY[N1], text)] == expected
+        assert [device.index for device in visible_of(INVENTORY, text)] == expected
 
 
 class TestGroups:
-    """Device shorthand against what the hosts have."""
+    """Device shorthand against what this host has; of other hosts only their names."""
 
-    def resolve(self, main: Path, text: str, *, partial: bool = False) -> tuple[GroupConfig, ...]:
-        config = load_text(main, '[daemon]\nhost = "n1"\n' + text)
-        return resolve_groups(config, INVENTORY, partial=partial)
+    def resolve(self, main: Path, text: str) -> tuple[GroupConfig, ...]:
+        return resolve_groups(load_text(main, LINKED + text), INVENTORY)
 
     def problems(self, main: Path, text: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             self.resolve(main, text)
         return [problem.text for problem in caught.value.problems]
 
-    def test_without_groups_each_host_is_one(self, main: Path) -> None:
-        first, second = self.resolve(main, "")
+    def test_without_groups_and_links_this_host_is_one(self, main: Path) -> None:
+        config = load_text(main, '[daemon]\nhost = "n1"\n')
+        name, uuids = GroupName("n1"), tuple(uuid("n1", n) for n in range(4))
+        assert resolve_groups(config, INVENTORY) == (
+            GroupConfig(name=name, devices=uuids, order=0),
+        )
+
+    def test_without_groups_each_linked_host_is_one(self, main: Path) -> None:
+        first, second, third = self.resolve(main, "")
         assert first == GroupConfig(
             name=GroupName("n1"), devices=tuple(uuid("n1", n) for n in range(4)), order=0
         )
-        assert (second.name, second.order) == ("n2", 1)
+        assert second == GroupConfig(name=GroupName("n2"), devices=(), order=1, hosts=(N2,))
+        assert third == GroupConfig(name=GroupName("n3"), devices=(), order=2, hosts=(N3,))
 
     def test_a_group_has_its_own_longest_hold(self, main: Path) -> None:
         first, *_ = self.resolve(main, "[groups.g]\ndevices = ['n1:0']\nmax_hold_s = 60")
         assert first.max_hold_s == 60.0
 
-    def test_a_host_without_devices_is_no_group(self, main: Path) -> None:
-        main.write_text("")
-        assert resolve_groups(load(main), {N1: []}) == ()
+    def test_a_host_without_devices_is_no_group_and_knows_those_of_others(self, main: Path) -> None:
+        assert resolve_groups(load_text(main, ""), []) == ()
+        groups = resolve_groups(load_text(main, LINKED), [])
+        assert [group.name for group in groups] == ["n2", "n3"]
 
     @pytest.mark.parametrize(
         ("entries", "expected"),
         [
-            ('["n1:0-1", "n2:3"]', [("n1", 0), ("n1", 1), ("n2", 3)]),
-            ('["n2:0,2-3"]', [("n2", 0), ("n2", 2), ("n2", 3)]),
-            ('["1-2"]', [("n1", 1), ("n1", 2)]),
-            ("[3, 0]", [("n1", 3), ("n1", 0)]),
-            ('["n2:*"]', [("n2", 0), ("n2", 1), ("n2", 2), ("n2", 3)]),
-            (f'["{uuid("n2", 1)}"]', [("n2", 1)]),
-            (f'["n2:{uuid("n2", 1).replace("GPU-", "gpu-").upper()}"]', [("n2", 1)]),
+            ('["n1:0-1", "n1:3"]', [0, 1, 3]),
+            ('["n1:0,2-3"]', [0, 2, 3]),
+            ('["1-2"]', [1, 2]),
+            ("[3, 0]", [3, 0]),
+            ('["n1:*"]', [0, 1, 2, 3]),
+            (f'["{uuid("n1", 1)}"]', [1]),
+            (f'["n1:{uuid("n1", 1).replace("GPU-", "gpu-").upper()}"]', [1]),
         ],
     )
-    def test_entries_are_resolved(
-        self, main: Path, entries: str, expected: list[tuple[str, int]]
+    def test_entries_are_resolved(self, main: Path, entries: str, expected: list[int]) -> None:
+        (group,) = self.resolve(main, f"[groups.g]\ndevices = {entries}\n")
+        assert group.devices == tuple(uuid("n1", index) for index in expected)
+        assert group.hosts == (), "it is here alone"
+
+    @pytest.mark.parametrize(
+        ("entries", "devices", "hosts"),
+        [
+            ('["n1:0-1", "n2:0-1"]', [0, 1], (N1, N2)),
+            ('["n2:0-1", "n1:2", "n2:2"]', [2], (N2, N1)),
+            ('["n3:*", "n1:1", "n2:0"]', [1], (N3, N1, N2)),
+            ('["n2:0-3"]', [], (N2,)),
+            (f'["n3:0", "n2:{uuid("n2", 1)}"]', [], (N3, N2)),
+        ],
+    )
+    def test_a_group_of_other_hosts_is_known_with_them_in_the_order_of_its_entries(
+        self, main: Path, entries: str, devices: list[int], hosts: tuple[HostName, ...]
     ) -> None:
         (group,) = self.resolve(main, f"[groups.g]\ndevices = {entries}\n")
-        assert group.devices == tuple(uuid(*place) for place in expected)
+        assert group.devices == tuple(uuid("n1", index) for index in devices)
+        assert group.hosts == hosts
 
     def test_groups_come_by_order_and_then_by_name_wherever_they_are_written(
         self, main: Path
@@ -419,7 +447,7 @@ class TestGroups:
         groups = self.resolve(
             main,
             "[groups.z]\ndevices = [0]\n[groups.b]\ndevices = [1]\norder = 7\n"
-            "[groups.a]\ndevices = [2]\n[groups.c]\ndevices = [3]\norder = 2\n",
+            "[groups.a]\ndevices = ['n2:2']\n[groups.c]\ndevices = [3]\norder = 2\n",
         )
         assert [(group.name, group.order) for group in groups] == [
             ("c", 0),
@@ -428,50 +456,58 @@ class TestGroups:
             ("z", 3),
         ]
 
-    def test_unknown_devices_and_hosts_are_named_with_those_known(self, main: Path) -> None:
-        other = uuid("n3", 0)
+    def test_unknown_devices_are_named_with_those_known(self, main: Path) -> None:
+        two, three = uuid("n2", 0), uuid("n3", 0)
         assert self.problems(
             main,
-            f'[groups.g]\ndevices = ["n1:3-5", "n3:0", "{other}", "n1:{uuid("n2", 0)}"]\n',
+            f'[groups.g]\ndevices = ["n1:3-5", "n1:{two}"]\n[groups.h]\ndevices = ["{three}"]',
         ) == [
             "'n1:3-5': n1 has no device 4, 5; it has devices 0, 1, 2, 3",
-            "'n3:0': host n3 is not known; known are: n1, n2",
-            f"'{other}': there is no such device on any of n1, n2",
-            f"'n1:{uuid('n2', 0)}': there is no such device on n1",
+            f"'n1:{two}': there is no such device on n1",
+            f"'{three}': there is no such device on n1; one of another host is written HOST:UUID",
         ]
 
     def test_a_device_named_by_index_and_by_uuid_is_still_one(self, main: Path) -> None:
         assert self.problems(
             main,
-            f'[groups.a]\ndevices = ["n2:*"]\n[groups.b]\ndevices = ["{uuid("n2", 1)}"]\n',
-        ) == [f"device n2:1 ({uuid('n2', 1)}) is in group a too: groups are disjoint"]
+            f'[groups.a]\ndevices = ["n1:*"]\n[groups.b]\ndevices = ["{uuid("n1", 1)}"]\n',
+        ) == [f"device n1:1 ({uuid('n1', 1)}) is in group a too: groups are disjoint"]
 
-    def test_hosts_that_are_not_reached_yet_may_be_left_out(self, main: Path) -> None:
-        text = (
-            '[groups.a]\ndevices = ["n1:0", "n3:0-3"]\n[groups.b]\ndevices = ["n3:4"]\n'
-            f'[groups.c]\ndevices = ["{uuid("n3", 7)}"]\n'
+    def test_a_wrong_index_is_a_mistake_also_in_a_group_with_other_hosts(self, main: Path) -> None:
+        assert self.problems(main, '[groups.a]\ndevices = ["n1:9", "n3:0"]\n') == [
+            "'n1:9': n1 has no device 9; it has devices 0, 1, 2, 3"
+        ]
+
+    @pytest.mark.parametrize("entry", ["0", uuid("n1", 0), "*"])
+    def test_in_a_group_with_other_hosts_each_entry_names_its_host(
+        self, main: Path, entry: str
+    ) -> None:
+        text = f'{LINKED}[groups.a]\ndevices = ["n2:0", "{entry}"]\n'
+        assert [problem.text for problem in problems_of(main, text)] == [
+            f"{entry!r} names no host, and the group has devices on n2: write n1:{entry}"
+        ]
+
+    def test_devices_of_other_hosts_need_links_to_them(self, main: Path) -> None:
+        groups = '[groups.a]\ndevices = ["n4:0", "n5:0", "n2:0"]\n'
+        (problem,) = problems_of(main, LINKED + groups)
+        assert problem.key == "groups.a.devices"
+        assert problem.text == "there is no link to n4, n5: list them in peers.hosts"
+        (problem,) = problems_of(main, f'[daemon]\nhost = "n1"\n{groups}')
+        assert problem.text == (
+            "this is n1, and devices of n4, n5, n2 need links to the daemons there: "
+            "set [peers] up (see tslicectl cluster)"
         )
-        (group,) = self.resolve(main, text, partial=True)
-        assert (group.name, group.devices) == ("a", (uuid("n1", 0),))
-        assert hosts_of(load(main)) == {"n1", "n3"}
-
-    def test_a_wrong_index_is_a_mistake_also_while_hosts_are_missing(self, main: Path) -> None:
-        with pytest.raises(ConfigError, match="n1 has no device 9"):
-            self.resolve(main, '[groups.a]\ndevices = ["n1:9", "n3:0"]\n', partial=True)
-
-    def test_without_groups_this_host_is_the_only_one_named(self, main: Path) -> None:
-        assert hosts_of(load_text(main, '[daemon]\nhost = "n1"\n')) == {"n1"}
 
 
 class TestDescribe:
     """The effective configuration."""
 
     def test_it_shows_each_value_with_its_origin(self, main: Path) -> None:
-        config = load_text(main, '[groups."a.b"]\ndevices = ["n1:0"]\n[limits]\nack_s = 2\n')
+        config = load_text(main, '[groups."a.b"]\ndevices = ["0"]\n[limits]\nack_s = 2\n')
         lines = describe(config).splitlines()
         assert lines[0] == f"# read: {main}"
         assert f"ack_s = 2.0  # {main}:4" in lines
-        assert f'devices = ["n1:0"]  # {main}:2' in lines
+        assert f'devices = ["0"]  # {main}:2' in lines
         assert 'loop = "auto"  # default' in lines
         assert "# nvml_library is not set" in lines
 
@@ -505,12 +541,6 @@ EXAMPLES = {
 class TestPeers:
     """Hosts, addresses, and what must agree."""
 
-    def test_without_a_section_there_are_no_links_though_groups_name_hosts(
-        self, main: Path
-    ) -> None:
-        config = load_text(main, '[groups.g]\ndevices = ["n1:0", "n2:0"]\n')
-        assert config.peers.auth is None
-
     def test_hosts_are_linked_that_are_listed_or_share_a_group_and_no_others(
         self, main: Path
     ) -> None:
@@ -524,9 +554,9 @@ class TestPeers:
             hosts = ["n1=10.0.0.1", "n4=10.0.0.4:99", "n5=[fe80::5]:98", "n6=fe80::6", "n7"]
             port = 7000
             [groups.a]
-            devices = ["0", "n2:0-3", "n4:0"]
+            devices = ["n1:0", "n2:0-3", "n4:0"]
             [groups.b]
-            devices = ["n8:0", "n9:0"]
+            devices = ["n5:0", "n6:0"]
             """,
         )
         assert {host: str(address) for host, address in peer_addresses(config).items()} == {
@@ -576,18 +606,22 @@ class TestPeers:
         self, main: Path
     ) -> None:
         def shared(here: str, other: str, devices: str, more: str = "") -> dict[str, str]:
-            text = f'[daemon]\nhost = "{here}"\n[groups.g]\ndevices = {devices}\n{more}'
+            peers = '[peers]\nauth = "tls"\nhosts = ["n1", "n2", "n3"]\n'
+            text = f'{peers}[daemon]\nhost = "{here}"\n[groups.g]\ndevices = {devices}\n{more}'
             return shared_groups(load_text(main, text), HostName(other))
 
-        same = shared("n1", "n2", '["0", "n2:1"]')
+        same = shared("n1", "n2", '["n1:0", "n2:1"]')
         assert same.keys() == {"g"}
-        assert shared("n2", "n1", '["1", "n1:0"]') == same
-        assert shared("n2", "n1", '["n1:0", "1"]') == same
+        assert shared("n2", "n1", '["n1:0", "n2:1"]') == same
+        assert shared("n2", "n1", '["n2:1", "n1:0"]') != same, "the first host arbitrates"
         assert shared("n2", "n1", '["n1:0", "n2:2"]') != same
-        assert shared("n2", "n1", '["n1:0", "1"]', 'users = ["bob"]\n') != same
-        assert shared("n2", "n1", '["n1:0", "1"]', "order = 1\n") != same
+        assert shared("n2", "n1", '["n1:0", "n2:1"]', 'users = ["bob"]\n') != same
+        assert shared("n2", "n1", '["n1:0", "n2:1"]', "order = 1\n") != same
         assert shared("n3", "n1", '["n1:0", "n2:1"]') == {}
         assert shared("n1", "n3", '["n1:0", "n2:1"]') == {}
+        assert shared("n2", "n1", '["n1:0", "n2:0", "n2:1"]') == (
+            shared("n1", "n2", '["n1:0", "n2:1", "n2:0"]')
+        ), "in which order a host's own devices are named does not matter"
 
 
 class TestSample:

@@ -6,10 +6,11 @@ known, `describe` shows the effective values with where each was set.
 
 from __future__ import annotations
 
-from tsliced.config.groups import Inventory, hosts_of, resolve_groups, visible_of
+from tsliced.config.groups import hosts_of, visible_of
 from tsliced.config.loading import DEFAULT_PATH, ConfigSource, describe, load
 from tsliced.config.peers import PeerAddress, listen_address, peer_addresses, shared_groups
 from tsliced.config.reader import ConfigError, Origin, Problem
+from tsliced.config.resolving import resolve_groups
 from tsliced.config.settings import (
     AuthoritySettings,
     Config,
@@ -33,7 +34,6 @@ __all__ = [
     "DaemonSettings",
     "GroupSettings",
     "HistorySettings",
-    "Inventory",
     "Limits",
     "MemorySettings",
     "Origin",

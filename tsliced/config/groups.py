@@ -1,8 +1,4 @@
-"""From the devices that a configuration names to UUIDs.
-
-``n1:0-3`` is shorthand for people. Indices change with a reboot or a broken device, so they are
-resolved once, against what each host really has, and never used after that.
-"""
+"""The devices that a configuration names, as far as names alone tell: see `resolving`."""
 
 from __future__ import annotations
 
@@ -14,12 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tsliced.config.reader import ConfigError, Problem
+from tsliced.config.reader import Problem
 from tsliced.config.settings import Config, GroupSettings
-from tsliced.core.model import DeviceId, GroupConfig, GroupName, HostName
+from tsliced.core.model import DeviceId, HostName
 from tsliced.host.devices import Device
-
-Inventory = Mapping[HostName, Sequence[Device]]
 
 _ENTRY: Final = re.compile(r"(?:(?P<host>[A-Za-z0-9._-]+):)?(?P<what>[^:]+)")
 _RANGE: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
@@ -93,41 +87,22 @@ def _is_meant(device: Device, entry: str) -> bool:
     return entry == str(device.index)
 
 
-def hosts_of(config: Config) -> frozenset[HostName]:
-    """Return the hosts that the groups name; this host, if there are no groups."""
-    here = HostName(config.daemon.host)
-    if not config.groups:
-        return frozenset({here})
-    specs = (parse_devices(text) for group in config.groups for text in group.devices)
-    return frozenset(spec.host or here for spec in specs)
+def specs_of(group: GroupSettings) -> list[DeviceSpec]:
+    """Return the entries of a group that can be understood."""
+    specs: list[DeviceSpec] = []
+    for text in group.devices:
+        with suppress(ValueError):
+            specs.append(parse_devices(text))
+    return specs
 
 
-def resolve_groups(
-    config: Config, inventory: Inventory, *, partial: bool = False
-) -> tuple[GroupConfig, ...]:
-    """Return the groups with the UUIDs of their devices, in the order in which they are reserved.
+def hosts_of(config: Config, group: GroupSettings) -> tuple[HostName, ...]:
+    """Return the hosts that a group names, in the order of its entries: the first is its arbiter.
 
-    `inventory` has the devices of each host. With `partial`, hosts that it doesn't have are left
-    out (their daemon is not reached yet), and so are groups of which nothing is left. Without
-    configured groups, each host is one group with all of its devices, named after it.
-
-    Raises:
-        ConfigError: unknown devices or hosts, a device twice, or a barrier too short; all of them.
+    An entry without a host is of this one.
     """
-    if not config.groups:
-        groups = _one_group_per_host(inventory)
-        resolution = _Resolution(config, inventory, partial=partial)
-    else:
-        resolution = _Resolution(config, inventory, partial=partial)
-        groups = tuple(resolution.resolve(group) for group in in_order(config.groups))
-        resolution.check_overlaps()
-    hosts = {device.uuid: host for host, devices in inventory.items() for device in devices}
-    for group in groups:
-        counts = Counter(hosts[uuid] for uuid in group.devices if uuid in hosts)
-        resolution.problems.extend(check_barrier(config, group.name, counts))
-    if resolution.problems:
-        raise ConfigError(resolution.problems)
-    return tuple(group for group in groups if group.devices)
+    here = HostName(config.daemon.host)
+    return tuple(dict.fromkeys(spec.host or here for spec in specs_of(group)))
 
 
 def check_overlaps(config: Config) -> Iterator[Problem]:
@@ -139,7 +114,7 @@ def check_overlaps(config: Config) -> Iterator[Problem]:
                 yield Problem(
                     config.origin("groups", group.name, "devices"),
                     f"groups.{group.name}.devices",
-                    _overlap_text(name, owners[name], group.name),
+                    overlap_text(name, owners[name], group.name),
                 )
             owners.setdefault(name, group.name)
 
@@ -148,13 +123,13 @@ def count_ranks(config: Config, group: GroupSettings) -> Counter[HostName]:
     """Count one rank for each device of a group by host, as far as names alone tell."""
     here = HostName(config.daemon.host)
     counts: Counter[HostName] = Counter()
-    for spec in _specs(group):
+    for spec in specs_of(group):
         counts[spec.host or here] += 1 if spec.indices is None else len(spec.indices)
     return counts
 
 
 def _device_names(config: Config, group: GroupSettings) -> Iterator[str]:
-    for spec in _specs(group):
+    for spec in specs_of(group):
         host = spec.host or config.daemon.host
         if spec.uuid is not None:
             yield spec.uuid
@@ -162,13 +137,8 @@ def _device_names(config: Config, group: GroupSettings) -> Iterator[str]:
             yield f"{host}:{index}"
 
 
-def _specs(group: GroupSettings) -> Iterator[DeviceSpec]:
-    for text in group.devices:
-        with suppress(ValueError):
-            yield parse_devices(text)
-
-
-def _overlap_text(device: str, first: str, second: str) -> str:
+def overlap_text(device: str, first: str, second: str) -> str:
+    """Say that a device is in two groups, or in one twice."""
     where = f"group {first} too" if first != second else "this group already"
     return f"device {device} is in {where}: groups are disjoint"
 
@@ -197,99 +167,3 @@ def check_barrier(config: Config, group: str, ranks: Mapping[HostName, int]) -> 
             f"freeze_timeout_s {core.freeze_timeout_s:g} + barrier_margin_s "
             f"{core.barrier_margin_s:g} = {need_s:g} s; allow that, or leave the key out",
         )
-
-
-def _one_group_per_host(inventory: Inventory) -> tuple[GroupConfig, ...]:
-    return tuple(
-        GroupConfig(
-            name=GroupName(host), devices=tuple(device.uuid for device in devices), order=order
-        )
-        for order, (host, devices) in enumerate(sorted(inventory.items()))
-    )
-
-
-class _Resolution:
-    """One pass over all groups, collecting mistakes."""
-
-    def __init__(self, config: Config, inventory: Inventory, *, partial: bool) -> None:
-        self._config = config
-        self._inventory = inventory
-        self._partial = partial
-        self._order = 0
-        #: Groups that name a device, in the order of the passes; twice if one names it twice.
-        self._owners: dict[DeviceId, list[str]] = {}
-        self.problems: list[Problem] = []
-
-    def resolve(self, group: GroupSettings) -> GroupConfig:
-        devices: list[DeviceId] = []
-        for text in group.devices:
-            devices += self._find(group, parse_devices(text))
-        for uuid in devices:
-            self._owners.setdefault(uuid, []).append(group.name)
-        self._order += 1
-        return GroupConfig(
-            name=GroupName(group.name),
-            devices=tuple(dict.fromkeys(devices)),
-            order=self._order - 1,
-            max_hold_s=group.max_hold_s,
-        )
-
-    def check_overlaps(self) -> None:
-        for uuid, owners in self._owners.items():
-            if len(owners) > 1:
-                self._fail(owners[1], _overlap_text(self._name(uuid), owners[0], owners[1]))
-
-    def _find(self, group: GroupSettings, spec: DeviceSpec) -> list[DeviceId]:
-        if spec.uuid is not None:
-            return self._find_uuid(group, spec, spec.uuid)
-        host = spec.host or HostName(self._config.daemon.host)
-        devices = self._devices(group, spec, host)
-        if devices is None:
-            return []
-        if spec.indices is None:
-            return [device.uuid for device in devices]
-        by_index = {device.index: device.uuid for device in devices}
-        missing = [str(index) for index in spec.indices if index not in by_index]
-        if missing:
-            has = f"devices {', '.join(map(str, sorted(by_index)))}" if by_index else "no devices"
-            self._fail(
-                group.name,
-                f"{spec.text!r}: {host} has no device {', '.join(missing)}; it has {has}",
-            )
-        return [by_index[index] for index in spec.indices if index in by_index]
-
-    def _find_uuid(self, group: GroupSettings, spec: DeviceSpec, uuid: DeviceId) -> list[DeviceId]:
-        if spec.host is not None:
-            devices = self._devices(group, spec, spec.host)
-            if devices is None:
-                return []
-        else:
-            devices = [device for each in self._inventory.values() for device in each]
-        for device in devices:
-            if device.uuid.lower() == uuid.lower():
-                return [device.uuid]
-        # A UUID without a host may be on one that is not reached yet.
-        if spec.host is not None or not self._partial:
-            where = spec.host or f"any of {', '.join(sorted(self._inventory)) or 'no hosts'}"
-            self._fail(group.name, f"{spec.text!r}: there is no such device on {where}")
-        return []
-
-    def _devices(
-        self, group: GroupSettings, spec: DeviceSpec, host: HostName
-    ) -> Sequence[Device] | None:
-        devices = self._inventory.get(host)
-        if devices is None and not self._partial:
-            known = ", ".join(sorted(self._inventory)) or "none"
-            self._fail(group.name, f"{spec.text!r}: host {host} is not known; known are: {known}")
-        return devices
-
-    def _name(self, uuid: DeviceId) -> str:
-        for host, devices in self._inventory.items():
-            for device in devices:
-                if device.uuid == uuid:
-                    return f"{host}:{device.index} ({uuid})"
-        return uuid
-
-    def _fail(self, group: str, text: str) -> None:
-        origin = self._config.origin("groups", group, "devices")
-        self.problems.append(Problem(origin, f"groups.{group}.devices", text))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
-from tsliced.config.peers import check_peers
+from tsliced.config.peers import check_hosts, check_peers
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
 from tsliced.config.settings import (
     CORE_ELSEWHERE,
@@ -193,6 +193,7 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
             text = f"{getattr(server, part)} is more than {whole}, {getattr(server, whole)}"
             yield _problem(config, f"limits.{part}", text)
     yield from check_peers(config)
+    yield from check_hosts(config)
     yield from check_overlaps(config)
     for group in config.groups:
         yield from check_barrier(config, group.name, count_ranks(config, group))

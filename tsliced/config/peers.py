@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from tsliced.config.groups import DeviceSpec, parse_devices
+from tsliced.config.groups import hosts_of, specs_of
 from tsliced.config.reader import Problem
-from tsliced.config.settings import Config, GroupSettings
+from tsliced.config.settings import Config
 from tsliced.core.model import HostName
 
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
@@ -75,8 +75,8 @@ def peer_addresses(config: Config) -> dict[HostName, PeerAddress]:
     here, port = HostName(config.daemon.host), config.peers.port
     found = dict(parse_host(text, port) for text in config.peers.hosts)
     for group in config.groups:
-        hosts = {spec.host or here for spec in _specs(group)}
-        for host in sorted(hosts) if here in hosts else ():
+        hosts = hosts_of(config, group)
+        for host in hosts if here in hosts else ():
             found.setdefault(host, PeerAddress(host, port))
     found.pop(here, None)
     return found
@@ -99,12 +99,14 @@ def shared_groups(config: Config, other: HostName) -> dict[str, str]:
     here = HostName(config.daemon.host)
     shared: dict[str, str] = {}
     for group in config.groups:
-        specs = list(_specs(group))
-        if not {here, other} <= {spec.host or here for spec in specs}:
+        hosts = hosts_of(config, group)
+        if not {here, other} <= set(hosts):
             continue
+        specs = specs_of(group)
         devices = sorted(json.dumps([s.host or here, s.indices, s.uuid]) for s in specs)
         who = [sorted(group.users), sorted(group.accounts)]
-        text = json.dumps([devices, who, group.max_hold_s, group.order])
+        # The first host arbitrates.
+        text = json.dumps([hosts, devices, who, group.max_hold_s, group.order])
         shared[group.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return shared
 
@@ -165,7 +167,23 @@ def _mistakes_in_addresses(config: Config) -> Iterator[Problem]:
             yield Problem(config.origin("peers", "listen"), "peers.listen", str(exc))
 
 
-def _specs(group: GroupSettings) -> Iterator[DeviceSpec]:
-    for text in group.devices:
-        with suppress(ValueError):
-            yield parse_devices(text)
+def check_hosts(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with groups that other hosts have devices of."""
+    here = HostName(config.daemon.host)
+    linked = None if list(_mistakes_in_addresses(config)) else peer_addresses(config)
+    for group in config.groups:
+        others = [host for host in hosts_of(config, group) if host != here]
+        if not others:
+            continue
+        origin = config.origin("groups", group.name, "devices")
+        key = f"groups.{group.name}.devices"
+        for spec in specs_of(group):
+            if spec.host is None:
+                text = f"{spec.text!r} names no host, and the group has devices on {others[0]}"
+                yield Problem(origin, key, f"{text}: write {here}:{spec.text}")
+        if config.peers.auth is None:
+            text = f"this is {here}, and devices of {', '.join(others)} need links to the daemons"
+            yield Problem(origin, key, f"{text} there: set [peers] up (see tslicectl cluster)")
+        elif linked is not None and (unlinked := [host for host in others if host not in linked]):
+            text = f"there is no link to {', '.join(unlinked)}: list them in peers.hosts"
+            yield Problem(origin, key, text)

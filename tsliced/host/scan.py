@@ -106,8 +106,10 @@ class Scanner:
         driver does. On which devices they were it cannot say; it is taken to be those that their
         job leases now. Raises `ScanFailed` if one of them cannot be asked.
         """
+        devices = frozenset(self._devices_on(tenancy.groups))
+        if not devices:
+            return ()
         processes = self._membership.registered(tenancy.job)
-        devices = frozenset(d for group in tenancy.groups for d in self._devices_of[group])
         return tuple(
             [
                 FoundRank(
@@ -154,13 +156,11 @@ class Scanner:
 
     def unlisted_on(self, scan: ScanGroups) -> tuple[tuple[DeviceId, int], ...]:
         """Return the same for all devices that a scan looks at."""
-        groups = (*scan.tenancy.groups, *scan.beyond)
-        return self.unlisted(device for group in groups for device in self._devices_of[group])
+        return self.unlisted(self._devices_on((*scan.tenancy.groups, *scan.beyond)))
 
     async def look(self, groups: Iterable[GroupName]) -> tuple[FoundRank, ...]:
         """Return every process that NVML lists on the groups' devices. Raises `ScanFailed`."""
-        uuids = [device for group in groups for device in self._devices_of[group]]
-        return self._look_at(await self.read(uuids))
+        return self._look_at(await self.read(self._devices_on(groups)))
 
     async def look_around(self) -> tuple[tuple[FoundRank, ...], dict[DeviceId, str]]:
         """Return every process on any group's devices, and which devices are lost, and why.
@@ -168,7 +168,7 @@ class Scanner:
         It is noted how busy the devices are. Raises `ScanFailed`, also for one device that cannot
         be read and is not known to be lost.
         """
-        uuids = [device for devices in self._devices_of.values() for device in devices]
+        uuids = self._devices_on(self._devices_of)
         lost: dict[DeviceId, str] = {}
         try:
             readings = await self.read(uuids, utilization=True)
@@ -214,7 +214,7 @@ class Scanner:
         self, uuids: Collection[DeviceId], *, utilization: bool = False
     ) -> dict[DeviceId, DeviceReading]:
         """Read devices, and keep the readings. Raises `ScanFailed`."""
-        if self._devices is None:
+        if self._devices is None or not uuids:
             return {}
         try:
             readings = await self._devices.observe(uuids, utilization=utilization)
@@ -243,8 +243,14 @@ class Scanner:
         """Return the groups that devices belong to."""
         return [g for g, of in self._devices_of.items() if not set(of).isdisjoint(devices)]
 
+    def _devices_on(self, groups: Iterable[GroupName]) -> list[DeviceId]:
+        """Return this host's devices of groups, some of which may have none here."""
+        return [device for group in groups for device in self._devices_of.get(group, ())]
+
     def _registered_on(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
-        devices = frozenset(d for group in tenancy.groups for d in self._devices_of[group])
+        devices = frozenset(self._devices_on(tenancy.groups))
+        if not devices:
+            return ()
         return tuple(
             FoundRank(
                 process=process,

@@ -31,6 +31,8 @@ class Authority:
         self._devices: dict[GroupName, frozenset[DeviceId]] = {
             group.name: frozenset(group.devices) for group in groups
         }
+        #: Whether there are groups that have no devices on this host.
+        self.any_elsewhere = not all(self._devices.values())
         self._users = {GroupName(group.name): group.users for group in settings}
         # Nobody is known to be of an account yet, which must not make the group everybody's.
         self._closed = {GroupName(group.name) for group in settings if group.accounts}
@@ -91,6 +93,10 @@ class Authority:
         if denied is None:
             raise AccessUnknownError("its cgroup has changed meanwhile")
         return tuple(group for group in groups if denied.isdisjoint(self._devices[group]))
+
+    def here(self, groups: Iterable[GroupName]) -> tuple[GroupName, ...]:
+        """Return those of these groups that have devices on this host."""
+        return tuple(group for group in groups if self._devices.get(group))
 
     def _is_listed(self, uid: int, group: GroupName) -> bool:
         names = self._users.get(group, ())

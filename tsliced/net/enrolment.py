@@ -55,9 +55,16 @@ class Enrolment:
                 text = f"there is no group {unknown[0]!r} for uid {job.uid}; there are: {known}"
                 return error_reply(request.id, "unknown_group", text)
             groups = tuple(map(GroupName, wanted))
+        # A process of this host is on devices of this host.
+        on_host = self._authority.here(groups)
+        if wanted is not None and (elsewhere := [name for name in groups if name not in on_host]):
+            text = (
+                f"group {elsewhere[0]} has no devices on this host, where process {process.pid} is"
+            )
+            return error_reply(request.id, "unknown_group", text)
         if isinstance(request, Attach) and (refusal := await self._probe(process)) is not None:
             return error_reply(request.id, *refusal)
-        return await self._put(process, job, groups, request.id)
+        return await self._put(process, job, on_host, request.id)
 
     def _named(self, peer: Peer, job: JobKey, pid: int) -> ProcessId | Refusal:
         """Return the process that a peer named, or why it may not be."""

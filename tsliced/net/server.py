@@ -130,6 +130,7 @@ class Server:
         #: Where other hosts are asked; None: there are no links.
         self.peers = peers
         self._driver = driver
+        self._authority = authority
         self._membership = membership
         self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
         self._enrolment = enrolment
@@ -345,6 +346,8 @@ class Server:
             # Unknown names sort last, and the core refuses them by name.
             order = self._driver.machine.tenancies.order_of
             groups = tuple(sorted(groups, key=lambda g: order.get(GroupName(g), len(order))))
+        elif not groups and self._authority.any_elsewhere:
+            groups = self._usual_groups(client)
         self._driver.post_request(
             _make_acquire(
                 session=client.session,
@@ -356,6 +359,14 @@ class Server:
                 timeout_s=request.timeout_s,
             )
         )
+
+    def _usual_groups(self, client: Client) -> tuple[GroupName, ...]:
+        """Return what is leased if no groups are named: those of this host, if it has any.
+
+        Whoever means other hosts too says so: by default nobody takes the whole cluster.
+        """
+        session = self._driver.machine.leasing.sessions.get(client.session)
+        return self._authority.here(session.groups) if session is not None else ()
 
     def _on_release(self, client: Client, request: Release) -> None:
         if self._count(client, request.id):

@@ -174,6 +174,33 @@ def test_without_devices_nobody_is_there(tmp_path: Path) -> None:
     tell(tmp_path, story)
 
 
+def test_of_groups_that_other_hosts_have_only_the_devices_here_are_looked_at(
+    tmp_path: Path,
+) -> None:
+    async def story(place: Place) -> None:
+        far, unknown = GroupName("far"), GroupName("unknown")
+        elsewhere = GroupConfig(name=far, devices=(), order=2, hosts=(HostName("n2"),))
+        place.scanner.reconfigure((*GROUPS, elsewhere))
+        with process_of("a") as rank:
+            place.devices.put(rank, MIB, D1)
+            place.membership.register(rank, job("a"))
+            place.scanner.register(rank, job("a"), (G1, far))
+            over_hosts = TenancyKey(job("a"), (G1, far, unknown))
+            assert [f.process for f in await place.scanner.scan(scan_of(over_hosts))] == [rank]
+            assert place.scanner.unlisted_on(scan_of(over_hosts)) == ((D1, 0),)
+            nothing_here = TenancyKey(job("a"), (far,))
+            place.backend.states[rank] = RankState.PARKED
+            for seen_by_nvml in (True, False):
+                place.backend.seen_by_nvml = seen_by_nvml
+                # That the devices fail is no matter of a tenancy that has none of them.
+                place.devices.error = DeviceError(D1, "it is gone")
+                assert await place.scanner.scan(scan_of(nothing_here)) == ()
+                host = HostName("n1")
+                assert await place.scanner.forgotten(nothing_here, (), host=host) == ()
+
+    tell(tmp_path, story)
+
+
 def test_one_process_can_be_looked_at(tmp_path: Path) -> None:
     async def story(place: Place) -> None:
         with process_of("a") as rank, process_of("b") as other:

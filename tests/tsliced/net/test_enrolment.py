@@ -14,7 +14,7 @@ from in_process import D1, D2, GROUPS, LIMIT_S, MIB, Inside, inside, job, proces
 
 from libtimeslice.protocol import Attach, Message, Register
 from tsliced.config import GroupSettings
-from tsliced.core.model import JobKey, ProcessId
+from tsliced.core.model import GroupConfig, GroupName, HostName, JobKey, ProcessId
 from tsliced.host.backends.base import BackendError
 from tsliced.host.devices import DeviceError
 from tsliced.host.processes import identify
@@ -31,6 +31,7 @@ def enrol(
     *,
     peer: Peer | None = None,
     users: tuple[str, ...] = (),
+    groups: tuple[GroupConfig, ...] = GROUPS,
     of: JobKey | None = None,
     prepare: Callable[[Inside], object] = lambda _daemon: None,
     then: Callable[[Inside], Awaitable[object]] | None = None,
@@ -39,9 +40,9 @@ def enrol(
 
     async def run() -> Message:
         async with asyncio.timeout(LIMIT_S), inside(tmp_path) as daemon:
-            settings = [GroupSettings(name=group.name, users=users) for group in GROUPS]
+            settings = [GroupSettings(name=group.name, users=users) for group in groups]
             around = daemon.driver.around
-            authority = Authority(GROUPS, settings, "no-such-group")
+            authority = Authority(groups, settings, "no-such-group")
             enrolment = Enrolment(daemon.driver, authority, around.membership, around.scanner)
             prepare(daemon)
             assert ME is not None
@@ -84,6 +85,16 @@ def test_a_process_without_a_context_may_register_for_what_is_to_come(tmp_path: 
     answer = enrol(tmp_path, Register(id=1, pid=None))
     assert answer["rank"]["pid"] == os.getpid()
     assert answer["groups"] == ["g1", "g2"]
+
+
+def test_a_process_is_no_rank_of_a_group_that_has_no_devices_on_its_host(tmp_path: Path) -> None:
+    far = GroupConfig(name=GroupName("far"), devices=(), order=2, hosts=(HostName("n2"),))
+    groups = (*GROUPS, far)
+    assert enrol(tmp_path, Register(id=1, pid=None), groups=groups)["groups"] == ["g1", "g2"]
+    attach = Attach(id=1, pid=os.getpid(), groups=("g1", "far"))
+    code, message = error(enrol(tmp_path / "again", attach, groups=groups))
+    assert code == "unknown_group"
+    assert message == f"group far has no devices on this host, where process {os.getpid()} is"
 
 
 def test_a_process_without_a_context_cannot_be_attached(tmp_path: Path) -> None:
