@@ -173,6 +173,8 @@ class Agent:
         while not self._has_ended():
             while connection.notices:
                 self._handle(connection, connection.notices.popleft())
+            if (news := self._session.watchdog_news()) is not None:
+                connection.send_or_drop(news)
             if connection.lost:
                 raise ConnectionLost("the agent's connection was lost")
             self._listen(connection, time.monotonic() + _LOOK_S)

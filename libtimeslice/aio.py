@@ -397,6 +397,8 @@ class AsyncTimeSlice(BaseClient):
         session = self._session
         if not self._join():
             return session.pretend(ask, holder)
+        if (news := session.watchdog_news()) is not None:
+            self._line.send_or_drop(news)
         message = ask.message(next(session.ids))
         if deadline is not None:
             message["timeout_s"] = max(0.0, deadline - time.monotonic())

@@ -253,6 +253,8 @@ def tell_notice(callbacks: Callbacks, message: Message) -> None:
             warning.ends_in_s,
         )
         callbacks.post(warning)
+    elif kind == "warning":
+        logger.warning("the daemon warns: %s", message.get("message"))
     elif kind in ("stalled", "rank_lost"):
         # Nothing that a program could do about it, and what a person will look for.
         logger.warning("%s: lease %s: %s", kind, message.get("lease"), message.get("reason"))

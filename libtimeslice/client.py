@@ -391,6 +391,8 @@ class TimeSlice(BaseClient):
         if not self._join():
             with self._lock:
                 return session.pretend(ask, holder)
+        if (news := session.watchdog_news()) is not None:
+            self._line.tell(news)
         message = ask.message(next(session.ids))
         if deadline is not None:
             message["timeout_s"] = max(0.0, deadline - time.monotonic())

@@ -8,6 +8,7 @@ This is the only module that reads environment variables:
 * `TSLICE_MODE`: `require` (default), `auto` or `off`.
 * `TSLICE_GROUPS`: names of roles and their groups, `trainer=n1,n2;sampler=n3`.
 * `TSLICE_HEARTBEAT_S`: how often the job promises a sign of life while it holds a lease.
+* `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` and `TORCH_NCCL_ENABLE_MONITORING`, as PyTorch reads them.
 * `WORLD_SIZE`: how many ranks take part in a round, as torchrun and others set it.
 """
 
@@ -133,6 +134,21 @@ def settings_from(
         heartbeat_s=_heartbeat_s(heartbeat_s, environ),
         synchronize=synchronize,
     )
+
+
+def nccl_heartbeat_s(environ: Mapping[str, str], *, default: float | None) -> float | None:
+    """How long PyTorch's monitor of NCCL waits before it ends the process, seconds.
+
+    `default` where that is not set. None: there is no monitor, or it is not known.
+    """
+    monitored = environ.get("TORCH_NCCL_ENABLE_MONITORING", "1").strip().lower()
+    if monitored in ("0", "f", "false", "n", "no"):
+        return None
+    try:
+        seconds = float(environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"])
+    except (KeyError, ValueError):
+        return default
+    return seconds if 0 < seconds <= MAX_TIMEOUT_S else default
 
 
 def find_socket(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from libtimeslice import watchdogs
 from libtimeslice.errors import ProtocolError
 from libtimeslice.protocol import PROTOCOL_VERSION, ErrorCode, Message, error_reply
 
@@ -164,6 +166,8 @@ class Session:
     #: Groups asked for and not granted yet, by the lease that they are to become.
     asking: dict[object, tuple[str, ...] | None] = field(default_factory=dict)
     _early: dict[str, _Early] = field(default_factory=dict)
+    #: What the daemon was told of watchdogs.
+    _watchdog_s: float | None = None
 
     # -- the connection
 
@@ -178,6 +182,7 @@ class Session:
         heartbeat_s: float | None = None,
     ) -> Message:
         """The first message on a new connection; resumes the session if there is one."""
+        self._watchdog_s = watchdogs.limit_s()
         return {
             "t": "hello",
             "version": list(PROTOCOL_VERSION),
@@ -190,7 +195,19 @@ class Session:
             "secret": self.secret,
             "ranks": ranks,
             "heartbeat_s": heartbeat_s,
+            "watchdog_s": self._watchdog_s,
         }
+
+    def watchdog_news(self) -> Message | None:
+        """A notice for the daemon, if the watchdogs of this process are others than it was told."""
+        if "torch.distributed" not in sys.modules:
+            # What it was started with it said in its hello.
+            return None
+        limit_s = watchdogs.limit_s()
+        if limit_s == self._watchdog_s:
+            return None
+        self._watchdog_s = limit_s
+        return {"t": "watchdog", "limit_s": limit_s}
 
     def welcomed(self, welcome: Message) -> tuple[Grant, ...]:
         """Takes the daemon's welcome and returns the grants that turned out to be lost."""

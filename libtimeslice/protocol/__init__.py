@@ -55,6 +55,7 @@ from libtimeslice.protocol.requests import (
     Request,
     ShowQuery,
     StatusQuery,
+    WatchdogNotice,
 )
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "Request",
     "ShowQuery",
     "StatusQuery",
+    "WatchdogNotice",
     "check_version_untrusted",
     "decode_untrusted",
     "encode",

@@ -59,6 +59,7 @@ from libtimeslice.protocol.requests import (
     Request,
     ShowQuery,
     StatusQuery,
+    WatchdogNotice,
 )
 
 #: Major and minor. The same major understands each other; a minor only adds names.
@@ -138,6 +139,7 @@ def _parse_hello(message: Message) -> Hello:
         secret=secret,
         ranks=optional_int_field(message, "ranks", 1, MAX_RANKS),
         heartbeat_s=optional_number_field(message, "heartbeat_s", MIN_HEARTBEAT_S, MAX_TIMEOUT_S),
+        watchdog_s=optional_number_field(message, "watchdog_s", 0, MAX_TIMEOUT_S),
     )
 
 
@@ -215,6 +217,10 @@ def _parse_queue(message: Message) -> QueueDepth:
     )
 
 
+def _parse_watchdog(message: Message) -> WatchdogNotice:
+    return WatchdogNotice(limit_s=optional_number_field(message, "limit_s", 0, MAX_TIMEOUT_S))
+
+
 def _parse_events(message: Message) -> EventsQuery:
     limit = optional_int_field(message, "limit", 1, MAX_EVENTS)
     return EventsQuery(
@@ -278,6 +284,7 @@ PARSERS: dict[object, Callable[[Message], Request]] = {
     "progress": _parse_progress,
     "queue": _parse_queue,
     "heartbeat": lambda _message: Heartbeat(),
+    "watchdog": _parse_watchdog,
     "status": _parse_status,
     "ps": lambda message: PsQuery(id=id_field(message)),
     "events": _parse_events,

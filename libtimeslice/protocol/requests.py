@@ -43,6 +43,7 @@ class Hello:
     secret: bytes | None
     ranks: int | None
     heartbeat_s: float | None
+    watchdog_s: float | None
 
 
 @_value
@@ -129,6 +130,13 @@ class QueueDepth:
 @_value
 class Heartbeat:
     """The client's own code goes on (notification)."""
+
+
+@_value
+class WatchdogNotice:
+    """How long watchdogs in the client's process wait; None: none is known (notification)."""
+
+    limit_s: float | None
 
 
 @_value
@@ -232,6 +240,7 @@ Request = (
     | Progress
     | QueueDepth
     | Heartbeat
+    | WatchdogNotice
     | StatusQuery
     | PsQuery
     | EventsQuery

@@ -626,4 +626,5 @@ class FakeDaemon:
             secret=None,
             ranks=None,
             heartbeat_s=None,
+            watchdog_s=None,
         )

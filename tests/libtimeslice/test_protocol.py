@@ -39,6 +39,7 @@ from libtimeslice.protocol import (
     reply,
 )
 from libtimeslice.protocol.parsing import PARSERS
+from libtimeslice.protocol.requests import WatchdogNotice
 
 ACQUIRE: dict[str, Any] = {
     "t": "acquire",
@@ -61,6 +62,7 @@ HELLO: dict[str, Any] = {
     "secret": b"\x00\xff",
     "ranks": 2,
     "heartbeat_s": 2.5,
+    "watchdog_s": 480,
 }
 #: One good message of each kind.
 GOOD: list[dict[str, Any]] = [
@@ -241,6 +243,7 @@ def test_one_good_message_of_each_kind_is_understood() -> None:
         secret=b"\x00\xff",
         ranks=2,
         heartbeat_s=2.5,
+        watchdog_s=480,
     )
     assert parsed[1] == Acquire(
         id=7, groups=("n1", "n2"), phase="rollout", ranks=4, arrive="first", timeout_s=2.5
@@ -269,6 +272,14 @@ def test_absent_optional_fields_have_their_defaults_and_unknown_ones_are_ignored
     assert isinstance(hello, Hello)
     assert (hello.role, hello.caps, hello.job) == ("client", (), None)
     assert hello.heartbeat_s is None
+    assert hello.watchdog_s is None
+
+
+def test_a_watchdog_is_told_with_its_limit_or_that_there_is_none() -> None:
+    assert parse_untrusted({"t": "watchdog", "limit_s": 90}) == WatchdogNotice(limit_s=90)
+    assert parse_untrusted({"t": "watchdog", "limit_s": None}) == WatchdogNotice(limit_s=None)
+    with pytest.raises(ProtocolError, match="limit_s"):
+        parse_untrusted({"t": "watchdog", "limit_s": "soon"})
 
 
 @pytest.mark.parametrize(
@@ -337,6 +348,7 @@ def test_an_acquire_with_a_bad_field_is_refused_by_name(field: str, value: objec
         {**HELLO, "job": "a\x00b"},
         {**HELLO, "heartbeat_s": 0},
         {**HELLO, "heartbeat_s": "1"},
+        {**HELLO, "watchdog_s": -1},
         {"re": "1"},
         {"re": 1, "err": "no"},
     ],

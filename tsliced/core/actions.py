@@ -297,6 +297,15 @@ class TellRankLost:
 
 
 @value
+class TellWarning:
+    """Tell a client something of its job that a person should look at."""
+
+    session: SessionId
+    code: str
+    text: str
+
+
+@value
 class EndSession:
     """Forget a session: close its connection if there is one."""
 
@@ -316,6 +325,7 @@ ClientAction: TypeAlias = (
     | TellLost
     | TellHoldWarning
     | TellRankLost
+    | TellWarning
     | EndSession
 )
 

@@ -134,6 +134,14 @@ class SignOfLife:
 
 
 @value
+class WatchdogTold:
+    """A client said how long watchdogs in its process wait; None: there is none that it knows."""
+
+    session: SessionId
+    limit_s: float | None
+
+
+@value
 class ReleaseRequested:
     """A client gave its lease back."""
 
@@ -352,6 +360,7 @@ Event: TypeAlias = (
     | PeerEvent
     | SessionDisconnected
     | SessionResumed
+    | WatchdogTold
     | ProcessExited
     | RankRegistered
     | GroupsObserved

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, assert_never
 from tsliced.core.actions import TellLost
 from tsliced.core.arbiter import Arbiter
 from tsliced.core.coordinator import MAX_DOUBLINGS, Place
-from tsliced.core.draining import Draining
 from tsliced.core.model import (
     LASTING,
     Cause,
@@ -51,6 +50,7 @@ from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, Ev
 from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Bound, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
+from tsliced.core.watchdogs import MIN_HOLD_S, Watchdogs
 
 if TYPE_CHECKING:
     from random import Random
@@ -69,7 +69,7 @@ _COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
 
 @dataclass(slots=True, kw_only=True)
-class Granting(Draining):
+class Granting(Watchdogs):
     """The books of one host, and what moves the rounds in them on."""
 
     numbers: Numbers
@@ -224,6 +224,10 @@ class Granting(Draining):
         if (obstacle := self._obstacle(tenancy)) is not None:
             self.tell_stalled(round_, tenancy.key.job, *obstacle)
             return
+        if self.never_asked(tenancy.key.job) and (threat := self.threat_to(tenancy)) is not None:
+            self.spare_for(threat, tenancy, [round_])
+            self._pause(round_, MAX_DOUBLINGS, now)
+            return
         self.out += self.tenancies.evict(tenancy.key, now=now)
 
     def _obstacle(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
@@ -297,6 +301,8 @@ class Granting(Draining):
         round_ = self.rounds[lease.round]
         if lease.state is LEASE_HELD:
             self.note_released(lease, code, waiters, now)
+            if now - lease.granted_at >= MIN_HOLD_S:
+                self.note_hold(lease, now)
         else:
             # It may ask again and belong to the same round.
             round_.took_part.discard(lease.session)
@@ -327,6 +333,7 @@ class Granting(Draining):
     def on_outcome(self, outcome: Outcome, now: float) -> None:
         """Take in how a move ended."""
         key = outcome.tenancy
+        self.note_move(outcome, now)
         chosen = self.concerned(key)
         match outcome:
             case Evicted():

@@ -151,9 +151,24 @@ class Holding(Granting):
         if not waiters:
             round_.overdue = True
             return
+        if self._is_spared(round_):
+            self.timers.set(TimerKey(TimerKind.HOLD, round_id), now + self.limits.retry_max_s)
+            return
         text = f"it was held for {now - round_.hold_from:.1f} s while others wait; "
         for lease in list(round_.members.values()):
             self._revoke(lease, "max_hold", f"{text}max_hold_s is {limit_s:g}", now)
+
+    def _is_spared(self, round_: Round) -> bool:
+        """Whether it keeps what it has because a watchdog would not outlast the time without."""
+        for tenancy in self.tenancies.tenancies_of(round_.job):
+            if set(round_.groups).isdisjoint(tenancy.reach):
+                continue
+            if (threat := self.threat_to(tenancy)) is not None:
+                queues = (self.arbiters[group].queue for group in round_.groups)
+                waiting = dict.fromkeys(round_id for queue in queues for round_id in queue)
+                self.spare_for(threat, tenancy, map(self.rounds.__getitem__, waiting))
+                return True
+        return False
 
     def _warn(self, round_: Round, ends_in_s: float) -> None:
         for lease in round_.members.values():

@@ -76,6 +76,7 @@ from tsliced.core.events import (
     SignOfLife,
     Started,
     TimePassed,
+    WatchdogTold,
 )
 from tsliced.core.leasing import Leasing
 from tsliced.core.losses import Losses
@@ -189,6 +190,7 @@ class Machine:
             limits=limits,
             ending=self.ending,
         )
+        self.leasing.is_orphaned = self.remains.is_orphaned
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
         self.losses = Losses(tenancies=self.tenancies, granting=self.leasing)
@@ -232,6 +234,8 @@ class Machine:
                 leasing.on_confirmed(event)
             case SignOfLife(session=session):
                 leasing.on_sign_of_life(session, now)
+            case WatchdogTold():
+                leasing.on_watchdog(event)
             case LastTurnRequested():
                 leasing.on_last_turn(event, now)
             case CancelRequested():
@@ -444,6 +448,8 @@ class Machine:
                     leasing.on_idle_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.REMAINS:
                     self.remains.on_due(id_, now)  # type: ignore[arg-type]  # by kind
+                case TimerKind.WATCHDOG:
+                    leasing.on_watchdog_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.TURN:
                     leasing.on_turn_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.BARRIER:

@@ -160,6 +160,7 @@ class Cause(Enum):
     RANK_LOST = "rank_lost"
     DRAINED = "drained"
     DEVICE_LOST = "device_lost"
+    WATCHDOG = "watchdog"
 
 
 #: Causes that another try cannot mend.
@@ -199,6 +200,8 @@ class FoundRank:
     bytes_on: tuple[tuple[DeviceId, int], ...] = ()
     uid: int = -1
     name: str = ""
+    #: How long a watchdog in it waits, by what it was started with; None: not known.
+    watchdog_s: float | None = None
     #: PARKED: the driver said so of a process that nothing is known of any more.
     state: RankState = RankState.RUNNING
 
@@ -270,6 +273,9 @@ class CoreLimits:
     max_hold_s: float | None = None
     #: A holder is told so long before its lease may be taken back for it.
     hold_warning_s: float = 30.0
+    #: Leave jobs on their devices that never asked for them, or hold them for too long, where a
+    #: watchdog of theirs would not outlast the time that they may be parked for.
+    heed_watchdogs: bool = True
     #: A job that is parked and asks for nothing for so long is named; None: never.
     idle_park_s: float | None = 600.0
     #: Turn that it gets then, in case that it is blocked; 0: none.

@@ -51,6 +51,8 @@ class Rank:
     bytes_on: tuple[tuple[DeviceId, int], ...] = ()
     #: What its latest snapshot left on each device, while it is parked.
     residue: tuple[tuple[DeviceId, int], ...] = ()
+    #: How long a watchdog in it waits, by what it was started with; None: not known.
+    watchdog_s: float | None = None
 
     @property
     def residue_bytes(self) -> int:

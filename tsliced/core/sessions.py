@@ -103,6 +103,8 @@ class Session:
     tool: bool = False
     #: It promised a sign of life at least so often while it holds anything.
     heartbeat_s: float | None = None
+    #: How long watchdogs in its process wait, as it said; None: it has none, or did not say.
+    watchdog_s: float | None = None
     #: The latest one; as long as it is held, all that keeps it from giving one moves this on.
     heard_at: float = 0.0
     #: When it last asked for a lease or gave one back.

@@ -35,6 +35,7 @@ class TimerKind(Enum):
     TURN = "turn"
     REMAINS = "remains"
     UNTOLD = "untold"
+    WATCHDOG = "watchdog"
 
 
 class TimerKey(NamedTuple):

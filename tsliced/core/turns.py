@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from tsliced.core.actions import Note
 from tsliced.core.coordinator import Place
 from tsliced.core.holding import Holding
-from tsliced.core.model import Arrival, JobKey, RankState, RoundId, TenancyKey
+from tsliced.core.model import Arrival, JobKey, RoundId, TenancyKey
 from tsliced.core.rounds import Round, RoundState
 from tsliced.core.signals import Admitted, Evicted
 from tsliced.core.tenancies import Outcome
@@ -62,11 +62,6 @@ class Turns(Holding):
     def _await_idle(self, key: TenancyKey, delay_s: float | None, now: float) -> None:
         if delay_s is not None and self._is_parked(self.tenancies.all.get(key)):
             self.timers.set(TimerKey(TimerKind.IDLE, key), now + delay_s)
-
-    def _is_parked(self, tenancy: Tenancy | None) -> bool:
-        if tenancy is None or tenancy.coordinator.place is not Place.OFF:
-            return False
-        return any(r.state is RankState.PARKED for r in tenancy.participant.ranks.values())
 
     def on_idle_due(self, key: TenancyKey, now: float) -> None:
         """A parked job has asked for nothing for so long, unless it has."""

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
+from libtimeslice.environment import nccl_heartbeat_s
 from tsliced.core.model import JobKey, ProcessId
 from tsliced.host.cgroups import UNIFIED, Cgroups
 from tsliced.host.processes import (
@@ -67,6 +68,8 @@ class FoundProcess(NamedTuple):
     job: JobKey | None
     uid: int
     name: str
+    #: How long PyTorch's monitor of NCCL waits, if it was started with that; None: not known.
+    watchdog_s: float | None = None
 
 
 class _Known(NamedTuple):
@@ -233,7 +236,8 @@ class Membership:
         if job is None and known is not None:
             # The registered ancestor that told us is gone; its children don't change sides.
             job = known.found.job
-        found = FoundProcess(process, job, uid, stat.name)
+        watchdog_s = nccl_heartbeat_s(environment(pid, proc=self._proc) or {}, default=None)
+        found = FoundProcess(process, job, uid, stat.name, watchdog_s)
         if job is not None:
             self._remember(found, version)
         return found

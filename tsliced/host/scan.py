@@ -206,6 +206,7 @@ class Scanner:
                 bytes_on=tuple(sorted(on[known.process.pid])),
                 uid=known.uid,
                 name=known.name,
+                watchdog_s=known.watchdog_s,
             )
             for known in self._membership.classify(on)
         )

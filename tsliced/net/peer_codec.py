@@ -43,6 +43,7 @@ from tsliced.core.actions import (
     TellLost,
     TellRankLost,
     TellStalled,
+    TellWarning,
 )
 from tsliced.core.events import (
     AcquireRequested,
@@ -89,6 +90,7 @@ _NAMES: Final[Mapping[type[PeerMessage], str]] = {
     TellLost: "lost",
     TellHoldWarning: "hold_warning",
     TellRankLost: "rank_lost",
+    TellWarning: "warning",
     EndSession: "ended",
 }
 #: Fields that do not travel, and what they are to the side that hears of them.

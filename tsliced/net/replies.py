@@ -17,6 +17,7 @@ from tsliced.core.actions import (
     TellLost,
     TellRankLost,
     TellStalled,
+    TellWarning,
 )
 from tsliced.core.model import JobKey
 from tsliced.core.sessions import LeaseState, Session
@@ -110,6 +111,10 @@ def _rank_lost(action: TellRankLost) -> Message:
     return {"t": "rank_lost", "lease": action.lease, "pid": action.pid, "reason": action.text}
 
 
+def _warning(action: TellWarning) -> Message:
+    return {"t": "warning", "code": action.code, "message": action.text}
+
+
 #: Any: each function takes the action that is its key.
 MESSAGES: dict[type, Callable[[Any], Message]] = {
     Grant: _grant,
@@ -122,4 +127,5 @@ MESSAGES: dict[type, Callable[[Any], Message]] = {
     TellLost: _lost,
     TellHoldWarning: _hold_warning,
     TellRankLost: _rank_lost,
+    TellWarning: _warning,
 }

@@ -38,6 +38,7 @@ from libtimeslice.protocol import (
     Request,
     ShowQuery,
     StatusQuery,
+    WatchdogNotice,
     error_reply,
     reply,
 )
@@ -53,6 +54,7 @@ from tsliced.core.events import (
     SessionDisconnected,
     SessionOpened,
     SessionResumed,
+    WatchdogTold,
 )
 from tsliced.core.model import (
     Arrival,
@@ -153,6 +155,7 @@ class Server:
             Progress: self._tidings.on_progress,
             QueueDepth: self._tidings.on_queue,
             Heartbeat: self._tidings.on_heartbeat,
+            WatchdogNotice: self._tidings.on_watchdog,
             StatusQuery: self._inquiries.on_status,
             PsQuery: self._inquiries.on_ps,
             EventsQuery: self._inquiries.on_events,
@@ -246,6 +249,7 @@ class Server:
             # The journal does not have it.
             client.empties_cache = "empty_cache" in hello.caps
             self._driver.post(SessionResumed(session=client.session))
+            self._driver.post(WatchdogTold(session=client.session, limit_s=hello.watchdog_s))
             session = self._driver.machine.leasing.sessions[client.session]
             self._welcome(client, secret=session.secret, groups=session.groups, resumed=session)
             self._keep(connection, hello)
@@ -294,6 +298,8 @@ class Server:
                 heartbeat_s=hello.heartbeat_s,
             )
         )
+        if hello.watchdog_s is not None:
+            self._driver.post(WatchdogTold(session=session, limit_s=hello.watchdog_s))
         self._welcome(client, secret=secret, groups=groups)
         self._keep(connection, hello)
 

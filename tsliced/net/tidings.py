@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from libtimeslice.protocol import Heartbeat, PhaseMark, Progress, QueueDepth
-from tsliced.core.events import SignOfLife
+from libtimeslice.protocol import Heartbeat, PhaseMark, Progress, QueueDepth, WatchdogNotice
+from tsliced.core.events import SignOfLife, WatchdogTold
 from tsliced.driver import Driver
 from tsliced.net.client import Client
 
@@ -40,6 +40,10 @@ class Tidings:
     def on_heartbeat(self, client: Client, _heartbeat: Heartbeat) -> None:
         """Nothing but a sign of life."""
         self._heard(client)
+
+    def on_watchdog(self, client: Client, notice: WatchdogNotice) -> None:
+        """The watchdogs of the client's process are others by now."""
+        self._driver.post(WatchdogTold(session=client.session, limit_s=notice.limit_s))
 
     def _heard(self, client: Client) -> None:
         """Know that the client's own code goes on; what its library does by itself is no sign."""

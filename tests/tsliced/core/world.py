@@ -428,6 +428,7 @@ class World:
         hooks: bool = False,
         pid: int | None = None,
         tool: bool = False,
+        agent: bool = False,
         heartbeat_s: float | None = None,
     ) -> SessionId:
         """Open a session for a job."""
@@ -443,6 +444,7 @@ class World:
                 groups=tuple(group.name for group in self.groups),
                 hooks=hooks,
                 tool=tool,
+                agent=agent,
                 heartbeat_s=heartbeat_s,
             )
         )

@@ -15,7 +15,7 @@ from host_trees import FakeHost
 
 from tsliced.core.model import JobKey, ProcessId
 from tsliced.host.cgroups import Cgroups
-from tsliced.host.membership import Membership, SlurmJob, check_job_id
+from tsliced.host.membership import FoundProcess, Membership, SlurmJob, check_job_id
 from tsliced.host.processes import ProcessLimitError, identify
 
 UID = 1000
@@ -329,7 +329,20 @@ class TestClassify:
         host.process(6, uid=0, name="Xorg")
         host.process(7, state="Z")
         found = membership_of(host).classify([5, 6, 7, 8])
-        assert found == [(pid(5), job("a"), UID, "rank"), (pid(6), None, 0, "Xorg")]
+        assert found == [
+            FoundProcess(pid(5), job("a"), UID, "rank"),
+            FoundProcess(pid(6), None, 0, "Xorg"),
+        ]
+
+    def test_what_a_process_was_started_with_tells_how_long_its_watchdog_waits(
+        self, host: FakeHost
+    ) -> None:
+        waits = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "90"}
+        host.process(5, env={"TSLICE_JOB_ID": "a", **waits})
+        host.process(6, env=waits)
+        host.process(7, env={**waits, "TORCH_NCCL_ENABLE_MONITORING": "0"})
+        found = membership_of(host).classify([5, 6, 7])
+        assert [process.watchdog_s for process in found] == [90.0, 90.0, None]
 
     def test_a_known_process_is_not_looked_up_again(self, host: FakeHost) -> None:
         host.process(5, env={"TSLICE_JOB_ID": "a"})

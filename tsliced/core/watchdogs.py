@@ -1,0 +1,233 @@
+"""Watchdogs in jobs' processes, which end a process that is kept from its devices for too long.
+
+PyTorch ends a rank whose NCCL calls do not come back for some minutes, and a rank whose devices
+were taken cannot make them. How long a job will be parked nobody knows; what is known is for how
+long others held the group of late, and how long it takes to move its state.
+
+Rules:
+
+* Nobody's devices are taken without their doing for longer than a watchdog of theirs allows, as
+  far as can be told: a lease is not taken back for `max_hold_s`, and a process that never asked for
+  a lease is not frozen. Who waits is told why, and it is looked at again.
+* What is not known threatens nobody: a watchdog that nobody reported, a group nobody else held.
+* A job that is parked for longer than its watchdog allows, of its own doing or not, is named once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tsliced.core.actions import Note, TellWarning
+from tsliced.core.coordinator import Place
+from tsliced.core.draining import Draining
+from tsliced.core.events import WatchdogTold
+from tsliced.core.model import Cause, GroupName, JobKey, RankId, RankState, Reason, TenancyKey
+from tsliced.core.rank import Rank
+from tsliced.core.rounds import Round
+from tsliced.core.sessions import Lease
+from tsliced.core.signals import Admitted, Evicted
+from tsliced.core.tenancies import Outcome
+from tsliced.core.tenancy import Tenancy
+from tsliced.core.timers import TimerKey, TimerKind
+from tsliced.core.value import value
+
+#: Of each group so many holds, and so many moves, are remembered.
+MAX_HOLDS, MAX_MOVES = 32, 8
+#: Shorter holds are not worth their while to be remembered: no watchdog is so short, seconds.
+MIN_HOLD_S = 0.1
+
+#: What somebody can do about a watchdog that is too short.
+_HELPS = (
+    "start it with longer ones (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, the process group's timeout) or "
+    "without (TORCH_NCCL_ENABLE_MONITORING=0), or set limits.heed_watchdogs = false"
+)
+
+
+@value
+class Watchdog:
+    """The shortest watchdog of a tenancy, and whose it is."""
+
+    rank: RankId
+    limit_s: float
+
+
+@value
+class Threat:
+    """A watchdog that would not outlast a park."""
+
+    watchdog: Watchdog
+    #: The longest that others held its groups of late.
+    hold_s: float
+    #: What moving its state off and back takes.
+    switch_s: float
+
+    def reason(self) -> Reason:
+        """Return what keeps the devices from being taken, fit to be shown to a user."""
+        text = (
+            f"a watchdog ends it after {self.watchdog.limit_s:g} s without its devices, and it "
+            f"would be without them for about {self.hold_s + self.switch_s:.1f} s: others held "
+            f"them for up to {self.hold_s:.1f} s of late, and moving takes {self.switch_s:.1f} s"
+        )
+        return Reason(cause=Cause.WATCHDOG, text=text, rank=self.watchdog.rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class Watchdogs(Draining):
+    """The books of one host, with what is known of watchdogs and of how long jobs are parked."""
+
+    #: Whether a job has ranks and lost all its clients.
+    is_orphaned: Callable[[JobKey], bool] = lambda _job: False
+    #: By group: who held it for how long, the latest last.
+    holds: dict[GroupName, deque[tuple[JobKey, float]]] = field(default_factory=dict)
+    #: By group: how long it took to move somebody off or on.
+    moves: dict[GroupName, deque[float]] = field(default_factory=dict)
+    #: Since when tenancies are without their devices; those that were warned of are left out.
+    parked_at: dict[TenancyKey, float] = field(default_factory=dict)
+    #: Tenancies that stay for their watchdogs, and what was last said of each.
+    spared: dict[TenancyKey, Reason] = field(default_factory=dict)
+
+    # --- what is learned ----------------------------------------------------------------------
+
+    def note_hold(self, lease: Lease, now: float) -> None:
+        """Remember for how long a lease was held that ends now."""
+        held_s = now - lease.granted_at
+        job = self.sessions[lease.session].job
+        for group in lease.groups:
+            self.holds.setdefault(group, deque(maxlen=MAX_HOLDS)).append((job, held_s))
+
+    def note_move(self, outcome: Outcome, now: float) -> None:
+        """Know since when a tenancy is parked, and how long moves take."""
+        key = outcome.tenancy
+        tenancy = self.tenancies.all.get(key)
+        self.spared.pop(key, None)
+        self._forget_gone()
+        if tenancy is None or not isinstance(outcome, (Evicted, Admitted)):
+            return
+        parked = self._is_parked(tenancy)
+        began_at = tenancy.coordinator.began_at
+        if parked or (isinstance(outcome, Admitted) and outcome.restored):
+            for group in key.groups:
+                self.moves.setdefault(group, deque(maxlen=MAX_MOVES)).append(now - began_at)
+        if parked:
+            self.parked_at[key] = began_at
+            self._set_clock(tenancy)
+        else:
+            self.parked_at.pop(key, None)
+            self.timers.clear(TimerKey(TimerKind.WATCHDOG, key))
+
+    def _forget_gone(self) -> None:
+        """Forget of tenancies that are not there any more what nothing will end."""
+        all_ = self.tenancies.all
+        self.parked_at = {key: at for key, at in self.parked_at.items() if key in all_}
+        self.spared = {key: reason for key, reason in self.spared.items() if key in all_}
+
+    def on_watchdog(self, event: WatchdogTold) -> None:
+        """A client said how long its process's watchdogs wait, or that it has none."""
+        session = self.sessions.get(event.session)
+        if session is None:
+            return
+        session.watchdog_s = event.limit_s
+        key = self.tenancies.home.get(session.process)
+        if key in self.parked_at:
+            self._set_clock(self.tenancies.all[key])
+
+    def watchdog_of(self, tenancy: Tenancy) -> Watchdog | None:
+        """Return the shortest watchdog that is known of a tenancy's ranks."""
+        known = [
+            Watchdog(rank=rank.id, limit_s=limit_s)
+            for rank in tenancy.participant.ranks.values()
+            if (limit_s := self._limit_in(rank)) is not None
+        ]
+        return min(known, key=lambda watchdog: watchdog.limit_s, default=None)
+
+    def _limit_in(self, rank: Rank) -> float | None:
+        """Return what a process said itself, else what it was started with."""
+        sessions = (self.sessions[name] for name in self.by_process.get(rank.id.process, ()))
+        told = [s.watchdog_s for s in sessions if s.watchdog_s is not None]
+        return min(told, default=rank.watchdog_s)
+
+    def _is_parked(self, tenancy: Tenancy | None) -> bool:
+        if tenancy is None or tenancy.coordinator.place is not Place.OFF:
+            return False
+        return any(r.state is RankState.PARKED for r in tenancy.participant.ranks.values())
+
+    # --- who is left where it is --------------------------------------------------------------
+
+    def threat_to(self, tenancy: Tenancy) -> Threat | None:
+        """Return what is to be feared if a tenancy were parked now; None: nothing is known."""
+        watchdog = self.watchdog_of(tenancy) if self.limits.heed_watchdogs else None
+        if watchdog is None:
+            return None
+        groups, job = tenancy.key.groups, tenancy.key.job
+        held = [s for group in groups for who, s in self.holds.get(group, ()) if who != job]
+        if not held:
+            return None
+        moves = (seconds for group in groups for seconds in self.moves.get(group, ()))
+        threat = Threat(watchdog=watchdog, hold_s=max(held), switch_s=2 * max(moves, default=0.0))
+        return threat if threat.hold_s + threat.switch_s > watchdog.limit_s else None
+
+    def never_asked(self, job: JobKey) -> bool:
+        """Whether a job is on devices though no client of it ever asked for them."""
+        if job in self.tenancies.stranger_jobs:
+            return True
+        asked = any(session.leases or session.ended for session in self.sessions_of(job))
+        return not asked and not self.is_orphaned(job)
+
+    def spare_for(self, threat: Threat, tenancy: Tenancy, waiting: Iterable[Round]) -> None:
+        """Leave a tenancy on its devices, and tell those who wait for them why."""
+        key, reason = tenancy.key, threat.reason()
+        if self.spared.get(key) != reason:
+            self.spared[key] = reason
+            facts = {
+                **_facts(key, threat.watchdog),
+                "hold_s": threat.hold_s,
+                "switch_s": threat.switch_s,
+                "reason": str(reason),
+                "way_out": _HELPS,
+            }
+            self.out.append(Note(kind="pause_refused", level="warning", facts=facts))
+        for round_ in waiting:
+            self.tell_stalled(round_, key.job, reason, _HELPS)
+
+    # --- who is parked for too long -----------------------------------------------------------
+
+    def _set_clock(self, tenancy: Tenancy) -> None:
+        if (watchdog := self.watchdog_of(tenancy)) is not None:
+            due = self.parked_at[tenancy.key] + watchdog.limit_s
+            self.timers.set(TimerKey(TimerKind.WATCHDOG, tenancy.key), due)
+
+    def on_watchdog_due(self, key: TenancyKey, now: float) -> None:
+        """A parked tenancy has been without its devices for as long as its watchdog waits."""
+        tenancy = self.tenancies.all.get(key)
+        watchdog = self.watchdog_of(tenancy) if tenancy is not None else None
+        if tenancy is None or watchdog is None or not self._is_parked(tenancy):
+            self.parked_at.pop(key, None)
+            return
+        parked_s = now - self.parked_at[key]
+        if parked_s < watchdog.limit_s:
+            self._set_clock(tenancy)
+            return
+        # Once is enough.
+        del self.parked_at[key]
+        text = (
+            f"it has been without its devices for {parked_s:.0f} s, and a watchdog of its process "
+            f"{watchdog.rank.process.pid} waits for {watchdog.limit_s:g} s: it may end itself"
+        )
+        facts = {**_facts(key, watchdog), "parked_s": parked_s, "reason": text, "way_out": _HELPS}
+        self.out.append(Note(kind="watchdog", level="warning", facts=facts))
+        self.out += [
+            TellWarning(session=session.id, code=Cause.WATCHDOG.value, text=text)
+            for session in self.sessions_of(key.job)
+            if not session.agent
+        ]
+
+
+def _facts(key: TenancyKey, watchdog: Watchdog) -> dict[str, str | int | float | bool | None]:
+    return {
+        "job": str(key.job),
+        "groups": ",".join(key.groups),
+        "rank": str(watchdog.rank),
+        "limit_s": watchdog.limit_s,
+    }
