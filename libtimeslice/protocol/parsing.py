@@ -46,6 +46,7 @@ from libtimeslice.protocol.requests import (
     EventsQuery,
     Heartbeat,
     Hello,
+    HostDeath,
     JobOrder,
     LastTurn,
     PhaseMark,
@@ -265,6 +266,14 @@ def _parse_drain_order(message: Message) -> DrainOrder:
     )
 
 
+def _parse_host_death(message: Message) -> HostDeath:
+    return HostDeath(
+        id=id_field(message),
+        host=name_field(message, "host"),
+        why=optional_text_field(message, "why"),
+    )
+
+
 def _parse_reply(message: Message) -> Reply:
     error = message.get("err")
     if error is not None and not isinstance(error, dict):
@@ -294,6 +303,7 @@ PARSERS: dict[object, Callable[[Message], Request]] = {
     "kill": _parse_job_order,
     "drain": _parse_drain_order,
     "undrain": _parse_drain_order,
+    "host_dead": _parse_host_death,
     "ping": lambda message: Ping(id=id_field(message)),
     "bye": lambda _message: Bye(),
     "ack": lambda message: Ack(lease=text_field(message, "lease")),

@@ -201,6 +201,16 @@ class DrainOrder:
 
 
 @_value
+class HostDeath:
+    """Says that all processes of a host are gone for good: by an operator."""
+
+    id: int
+    host: str
+    #: For the log.
+    why: str | None
+
+
+@_value
 class Ping:
     """Asks for an empty answer."""
 
@@ -247,6 +257,7 @@ Request = (
     | ShowQuery
     | JobOrder
     | DrainOrder
+    | HostDeath
     | Ping
     | Bye
     | Ack

@@ -274,6 +274,7 @@ def test_users_have_their_own_jobs_ended_and_no_others_g10(host: Host) -> None:
         ("kill", {"job": "a"}),
         ("drain", {"groups": ["g1"]}),
         ("undrain", {}),
+        ("host_dead", {"host": "n2"}),
     ):
         with pytest.raises(RankError) as refused:
             user.do("ask", name=name, hello=hello, **fields)

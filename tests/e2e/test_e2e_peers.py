@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -86,6 +87,11 @@ def ctl(*arguments: str, status: int = 0, **environment: str) -> str:
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
+
+
+def at(host: Host, *arguments: str, status: int = 0) -> str:
+    """Runs tslicectl as `ctl` does, on a host."""
+    return ctl(*arguments, status=status, TSLICE_SOCKET=str(host.socket))
 
 
 def peer(host: Host, name: str) -> dict[str, Any]:
@@ -347,6 +353,86 @@ def test_a_lease_that_names_no_groups_is_for_those_of_this_host(
         assert client.welcome["groups"] == ["far", "near"], "it may lease both"
         answer = client.request({"t": "acquire"}, LIMIT_S)
         assert list(answer["tokens"]) == ["near"]
+
+
+def test_a_group_that_another_host_arbitrates_is_shown_with_its_hosts_and_ordered_about_there(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    groups: Settings = {
+        "groups.near": {"devices": ["n1:0"]},
+        "groups.both": {"devices": ["n2:0", "n1:1"]},
+    }
+    n1 = make_host(settings={**cluster.settings("n1"), **groups})
+    both = n1.group("both")
+    assert (both["hosts"], both["arbiter"], both["state"]) == (["n2", "n1"], "n2", "elsewhere")
+    assert both["reason"].startswith("n2 is awaited: ")
+    assert [device["index"] for device in both["devices"]] == [1]
+    n2 = make_host(settings={**cluster.settings("n2"), **groups})
+    wait_for(n1, "n2", "connected")
+    assert n1.group("both")["reason"] is None
+    assert n2.group("both")["state"] == "free"
+    assert (n2.group("near")["state"], n2.group("near")["devices"]) == ("elsewhere", [])
+    lines = [line.split() for line in at(n1, "status").splitlines()]
+    assert (lines[2][0], lines[2][-1]) == ("GROUP", "HOSTS")
+    assert [(line[0], line[1], line[-1]) for line in lines[3:5]] == [
+        ("both", "elsewhere", "n2,n1"),
+        ("near", "free", "n1"),
+    ]
+    page = at(n1, "show", "group", "both")
+    assert re.search(r"(?m)^arbiter +n2$", page), page
+    assert re.search(r"(?m)^groups +both$", at(n1, "show", "host", "n2"))
+    shown = json.loads(at(n1, "drain", "--json"))["groups"]
+    assert [group["name"] for group in shown] == ["near"], "what is decided elsewhere is left alone"
+    error = json.loads(at(n1, "drain", "--group", "both", "--json", status=1))["error"]
+    assert error["message"] == "group both is arbitrated by n2: order it there"
+
+
+def test_a_host_is_dead_when_an_operator_says_so_and_it_does_not_answer_g10(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    n1, n2 = linked(make_host, Cluster(tmp_path, "psk", "n1", "n2"))
+
+    def refused(*arguments: str, status: int) -> str:
+        found = json.loads(at(n1, "host-dead", *arguments, "--json", status=status))
+        return str(found["error"]["message"])
+
+    assert "its daemon answers" in refused("n2", "--yes", status=1)
+    assert "there is no link to a host 'n9'" in refused("n9", "--yes", status=3)
+    assert "n1 is this host" in refused("n1", "--yes", status=3)
+    n2.stop_daemon()
+    wait_for(n1, "n2", "suspect")
+    # Nobody is there to be asked whether it is certain.
+    assert "--yes says that no process of n2 is left" in refused("n2", status=2)
+    assert answered(n1, "n\n", "host-dead", "n2") == 1
+    assert n1.events("host_dead") == []
+    told = at(n1, "host-dead", "n2", "--yes", "--reason", "it burnt")
+    assert told == "n2 is taken for dead; see tslicectl events\n"
+    (event,) = n1.events("host_dead")
+    assert (event["host"], event["by"]) == ("n2", "root (it burnt)")
+    assert answered(n1, "y\n", "host-dead", "n2") == 0
+    assert len(n1.events("host_dead")) == 2
+
+
+def answered(host: Host, answer: str, *arguments: str) -> int:
+    """Runs tslicectl on a terminal, answers its question, and returns its exit status."""
+    terminal, theirs = pty.openpty()
+    try:
+        os.write(terminal, answer.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "tsliced.ctl", *arguments],
+            env={**os.environ, "TSLICE_SOCKET": str(host.socket)},
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert "Is n2 dead, with all its processes? [y/N]" in done.stderr
+    assert "two jobs\nmay use the same devices" in done.stderr
+    return done.returncode
 
 
 def test_without_peers_nothing_listens_on_tcp(host: Host) -> None:

@@ -338,6 +338,8 @@ def test_an_acquire_with_a_bad_field_is_refused_by_name(field: str, value: objec
         {"t": "drain", "id": 1, "groups": []},
         {"t": "drain", "id": 1, "park": "yes"},
         {"t": "undrain", "id": 1, "device": 0},
+        {"t": "host_dead", "id": 1},
+        {"t": "host_dead", "id": 1, "host": "n2", "why": "a\nb"},
         {**HELLO, "version": [1]},
         {**HELLO, "version": "1.0"},
         {**HELLO, "version": [True, 0]},

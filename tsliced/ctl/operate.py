@@ -1,4 +1,4 @@
-"""`tslicectl retry`, `clear`, `kill`, `drain` and `resume`: what to do about what stands still."""
+"""What to do about what stands still: `tslicectl retry`, `clear`, `kill`, `drain`, `host-dead`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libtimeslice.connection import Connection
 from libtimeslice.errors import TimeSliceError
 from libtimeslice.protocol import KILL_GRACE_S, Message
 from tsliced.ctl.calls import ask, open_daemon
-from tsliced.ctl.failures import BUSY, DONE, FAILED, CommandError
+from tsliced.ctl.failures import BUSY, DONE, FAILED, USAGE, CommandError
 from tsliced.ctl.names import job_name, job_text
 from tsliced.ctl.options import Commands, name, seconds, text
 from tsliced.ctl.output import duration, print_json, printable, say
@@ -22,6 +22,13 @@ _LOOK_S = 0.2
 _END_LIMIT_S = 30.0
 
 _JOB_HELP = "the job: its id, UID/ID, or CLUSTER/UID/ID"
+_HOST_DEAD = """\
+Says that every process of another host is gone for good: the machine is off, or was started anew.
+Leases of its jobs are revoked, and who waited for it goes on without it. The daemon cannot see that
+by itself, for a host that is silent may only be cut off. If a process there still runs, two jobs
+may use the same devices, or a job goes on without a part of itself. Only the daemon of this host
+takes it so; say it to each that waits for the dead one.
+"""
 _PARKED_NOTE = (
     "parked processes have no device memory but still have the driver open; to unload it or to "
     "reset a device, end them too: tslicectl kill JOB"
@@ -72,6 +79,13 @@ def add_commands(commands: Commands) -> None:
     drain.add_argument(
         "--timeout", metavar="SECONDS", type=seconds, help="of --wait; then exit with 75"
     )
+    dead = commands.add(
+        "host-dead", "say that all processes of a lost host are gone", description=_HOST_DEAD
+    )
+    dead.add_argument("host", metavar="HOST", type=name, help="the name of the other host")
+    dead.add_argument("--reason", metavar="TEXT", type=text, help="for the log")
+    dead.add_argument("--yes", action="store_true", help="it is certain: do not ask")
+    dead.set_defaults(call=give_host_up)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -129,9 +143,8 @@ def kill_job(options: argparse.Namespace) -> int:
 def _confirmed(daemon: Connection, job: str) -> bool:
     shown = ask(daemon, "show", kind="job", name=job)["shown"]
     pids = _processes(shown)
-    question = f"End {len(pids)} processes of {printable(shown['name'])} ({_pids(pids)})? [y/N] "
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    name = printable(shown["name"])
+    return _is_sure(f"End {len(pids)} processes of {name} ({_pids(pids)})? [y/N] ")
 
 
 def _await_end(daemon: Connection, job: str, limit_s: float) -> list[int]:
@@ -156,6 +169,33 @@ def _processes(shown: Message) -> list[int]:
 
 def _pids(pids: Sequence[int]) -> str:
     return ", ".join(map(str, pids)) or "none"
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+
+def give_host_up(options: argparse.Namespace) -> int:
+    """Has a host that is lost taken for dead, if whoever asks for it is sure."""
+    host: str = options.host
+    if not options.yes:
+        if not sys.stdin.isatty():
+            what = f"--yes says that no process of {host} is left; see tslicectl host-dead --help"
+            raise CommandError(what, code="bad_request", status=USAGE)
+        say(_HOST_DEAD.rstrip())
+        if not _is_sure(f"Is {host} dead, with all its processes? [y/N] "):
+            return FAILED
+    with open_daemon(options) as daemon:
+        ask(daemon, "host_dead", host=host, why=options.reason)
+    if options.json:
+        print_json({"host": host})
+    else:
+        print(f"{host} is taken for dead; see tslicectl events")
+    return DONE
+
+
+def _is_sure(question: str) -> bool:
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # --- groups ---------------------------------------------------------------------------------------

@@ -91,6 +91,9 @@ def _group_page(group: Message, *, colour: bool) -> list[str]:
         ("group", group["name"]),
         ("state", group["state"]),
         ("reason", printable(group["reason"] or NOTHING)),
+        # A daemon of version 1.0 knows no other hosts.
+        ("hosts", ", ".join(group.get("hosts", ())) or NOTHING),
+        ("arbiter", group.get("arbiter", NOTHING)),
         ("drained by", printable(drain["by"]) if drain else NOTHING),
         ("drained for", duration(drain["since_s"]) if drain else NOTHING),
         ("devices", devices_text(group["devices"])),
@@ -99,7 +102,7 @@ def _group_page(group: Message, *, colour: bool) -> list[str]:
         ("since", duration(group["lease_since_s"])),
         ("phase", printable(group["phase"] or NOTHING)),
         ("token", str(group["token"] or NOTHING)),
-        ("waiters", str(group["waiters"])),
+        ("waiters", str(group["waiters"]) if group["waiters"] is not None else NOTHING),
     )
     lines += _standstills(group["standstills"], colour=colour)
     rows = [
@@ -166,6 +169,7 @@ def _host_page(host: Message, *, colour: bool) -> list[str]:
         ("clock ahead", f"{ahead_s:+.3f} s" if ahead_s is not None else NOTHING),
         ("version", host["version"] or NOTHING),
         ("incarnation", host["incarnation"] or NOTHING),
+        ("groups", ", ".join(host.get("groups", ())) or NOTHING),
     )
 
 

@@ -28,6 +28,9 @@ from tsliced.ctl.output import (
 #: What a terminal needs to show the next screen in the place of the last.
 _CLEAR = "\x1b[H\x1b[2J"
 
+#: Hosts of a group that are listed one by one behind its first.
+_MOST_HOSTS = 4
+
 _STYLE_OF_STATE = {
     "held": "green",
     "switching": "yellow",
@@ -114,12 +117,14 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
     """Returns the screen of `tslicectl status`, without line ends."""
     groups: list[Message] = status["groups"]
     lines = [_daemon_line(status), ""]
-    lines += table(
-        ["GROUP", "STATE", "USER", "JOB", "SINCE", "PHASE", "WAITING", "DEVICES", "MEMORY", "BUSY"],
-        [_group_row(group) for group in groups],
-        right=["SINCE", "WAITING", "BUSY"],
-        colour=colour,
-    )
+    header = ["GROUP", "STATE", "USER", "JOB", "SINCE", "PHASE"]
+    header += ["WAITING", "DEVICES", "MEMORY", "BUSY"]
+    rows = [_group_row(group) for group in groups]
+    # Groups of other hosts too: a daemon of version 1.0 has none.
+    if any(group.get("hosts", [status["host"]]) != [status["host"]] for group in groups):
+        header.append("HOSTS")
+        rows = [[*row, _hosts_text(group)] for row, group in zip(rows, groups, strict=True)]
+    lines += table(header, rows, right=["SINCE", "WAITING", "BUSY"], colour=colour)
     for text in problem_lines([device for group in groups for device in group["devices"]]):
         lines.append(styled(text, "yellow", colour=colour))
     for group in groups:
@@ -181,14 +186,24 @@ def _group_row(group: Message) -> list[str]:
         job_text(holder) if holder else NOTHING,
         duration(group["lease_since_s"]),
         printable(group["phase"] or NOTHING),
-        str(group["waiters"]),
+        str(group["waiters"]) if group["waiters"] is not None else NOTHING,
         devices_text(devices),
         _memory_text(devices),
         _busy_text(devices),
     ]
 
 
+def _hosts_text(group: Message) -> str:
+    """Returns a group's hosts, its arbiter first; of many only how many."""
+    first, *others = group["hosts"]
+    if len(others) > _MOST_HOSTS:
+        return f"{first} and {len(others)} more"
+    return ",".join([first, *others])
+
+
 def _memory_text(devices: Sequence[Message]) -> str:
+    if not devices:
+        return NOTHING
     total = sum(device["total_bytes"] for device in devices)
     used = [device["used_bytes"] for device in devices]
     known = [count for count in used if count is not None]

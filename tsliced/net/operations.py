@@ -1,4 +1,4 @@
-"""What operators, and users for their own jobs, have done: retry, clear, kill, drain.
+"""What operators, and users for their own jobs, have done: retry, clear, kill, drain, host_dead.
 
 Who may do what is decided here, by the peer's uid; what becomes of it, by the core. The answer to
 an order says what stood before it, and goes out when the core has had it.
@@ -10,15 +10,24 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from libtimeslice.protocol import DrainOrder, JobOrder, Message, ShowQuery, error_reply, reply
+from libtimeslice.protocol import (
+    DrainOrder,
+    HostDeath,
+    JobOrder,
+    Message,
+    ShowQuery,
+    error_reply,
+    reply,
+)
 from tsliced.core.events import (
     DrainOrdered,
     Event,
     FaultCleared,
+    HostDied,
     KillRequested,
     RetryRequested,
 )
-from tsliced.core.model import Drain, GroupName, JobKey
+from tsliced.core.model import Drain, GroupName, HostName, JobKey
 from tsliced.driver import Driver
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Peer
@@ -88,8 +97,7 @@ class Operations:
             return
         drain = None
         if not request.open:
-            why = f" ({request.why})" if request.why else ""
-            by = f"{_name(peer)}{why}"
+            by = _name_and_reason(peer, request.why)
             drain = Drain(park=request.park, by=by, since_unix=time.time())
         for group in groups:
             self._driver.post(DrainOrdered(group=group, drain=drain))
@@ -100,18 +108,52 @@ class Operations:
 
         self._driver.after_turn(tell)
 
+    def on_host_death(self, peer: Peer, request: HostDeath, answer: Answer) -> None:
+        """Take an operator's word that a host is dead, and answer when the core has it."""
+        refusal = self._objection(peer, request)
+        if refusal is not None:
+            answer(error_reply(request.id, *refusal))
+            return
+        by = _name_and_reason(peer, request.why)
+        self._driver.note("host_dead", "warning", host=request.host, by=by)
+        self._driver.post(HostDied(host=HostName(request.host), by=by))
+        self._driver.after_turn(lambda: answer(reply(request.id, host=request.host)))
+
+    def _objection(self, peer: Peer, request: HostDeath) -> Refusal | None:
+        if not self._authority.is_admin(peer.uid):
+            text = f"{_name(peer)} may not say that hosts are dead; root and the admin group may"
+            return Refusal("not_permitted", text)
+        try:
+            host = self._details.show("host", request.host)
+        except NotFound as exc:
+            return Refusal(exc.code, str(exc))
+        if host["state"] == "connected":
+            text = f"{request.host} is connected: its daemon answers, so it is not dead"
+            return Refusal("refused", text)
+        return None
+
     def _groups(self, request: DrainOrder) -> list[GroupName] | Refusal:
-        known = [group.name for group in self._driver.machine.config.groups]
+        machine = self._driver.machine
+        here = machine.config.host
+        arbiters = {g.name: (g.hosts or (here,))[0] for g in machine.config.groups}
         if request.device is not None:
             try:
-                return [self._details.group_of(request.device)]
+                wanted = [self._details.group_of(request.device)]
             except NotFound as exc:
                 return Refusal(exc.code, str(exc))
-        wanted = request.groups if request.groups is not None else tuple(known)
-        if unknown := [name for name in wanted if name not in known]:
-            text = f"there is no group {unknown[0]!r}; there are: {', '.join(known) or 'none'}"
-            return Refusal("unknown_group", text)
-        return [GroupName(name) for name in wanted]
+        elif request.groups is None:
+            wanted = [name for name, arbiter in arbiters.items() if arbiter == here]
+        else:
+            wanted = [GroupName(name) for name in request.groups]
+        for name in wanted:
+            if name not in arbiters:
+                known = ", ".join(arbiters) or "none"
+                text = f"there is no group {name!r}; there are: {known}"
+                return Refusal("unknown_group", text)
+            if arbiters[name] != here:
+                text = f"group {name} is arbitrated by {arbiters[name]}: order it there"
+                return Refusal("refused", text)
+        return wanted
 
     def _job(self, peer: Peer, name: str) -> JobKey:
         """Return the job that a peer means. Raises `NotFound`."""
@@ -128,3 +170,7 @@ class Operations:
 
 def _name(peer: Peer) -> str:
     return "root" if peer.uid == 0 else f"uid {peer.uid}"
+
+
+def _name_and_reason(peer: Peer, why: str | None) -> str:
+    return f"{_name(peer)} ({why})" if why else _name(peer)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -31,31 +32,8 @@ from tsliced.codec import (
     packer_of,
     value_of_member,
 )
-from tsliced.core.actions import (
-    ConfirmCancel,
-    ConfirmRelease,
-    DeclineTurn,
-    EndSession,
-    Grant,
-    Refuse,
-    TellContended,
-    TellHoldWarning,
-    TellLost,
-    TellRankLost,
-    TellStalled,
-    TellWarning,
-)
-from tsliced.core.events import (
-    AcquireRequested,
-    CancelRequested,
-    GrantConfirmed,
-    LastTurnRequested,
-    ReleaseRequested,
-    SessionClosed,
-    SessionOpened,
-    SignOfLife,
-)
-from tsliced.core.messages import HeldLeases, LiveSessions, PeerMessage, Presence
+from tsliced.core.events import SessionOpened
+from tsliced.core.messages import PeerMessage
 from tsliced.core.model import Counter, HostName, JobKey, ProcessId
 from tsliced.core.signals import Order, Report
 from tsliced.net.peer_messages import PeerRefused, Say
@@ -65,34 +43,6 @@ MAX_ITEMS: Final = 65_536
 #: Characters of a text that explains something; what is longer is cut off.
 MAX_REASON: Final = 4096
 
-#: What each kind is called on the wire, for ever.
-_NAMES: Final[Mapping[type[PeerMessage], str]] = {
-    LiveSessions: "sessions",
-    HeldLeases: "leases",
-    Presence: "presence",
-    Order: "order",
-    Report: "report",
-    SessionOpened: "opened",
-    SessionClosed: "closed",
-    AcquireRequested: "acquire",
-    LastTurnRequested: "last_turn",
-    GrantConfirmed: "confirmed",
-    SignOfLife: "alive",
-    ReleaseRequested: "release",
-    CancelRequested: "cancel",
-    Grant: "grant",
-    Refuse: "refuse",
-    ConfirmRelease: "released",
-    ConfirmCancel: "cancelled",
-    DeclineTurn: "declined",
-    TellContended: "contended",
-    TellStalled: "stalled",
-    TellLost: "lost",
-    TellHoldWarning: "hold_warning",
-    TellRankLost: "rank_lost",
-    TellWarning: "warning",
-    EndSession: "ended",
-}
 #: Fields that do not travel, and what they are to the side that hears of them.
 _UNSAID: Final[Mapping[type[Any], tuple[str, Callable[[HostName, HostName], object]]]] = {
     Order: ("host", lambda _speaker, listener: listener),
@@ -220,7 +170,7 @@ class _Kind(NamedTuple):
     unpack: Callable[[object, HostName, HostName], PeerMessage]
 
 
-def _kind(codecs: _PeerCodecs, kind: type[Any], name: str) -> _Kind:
+def _kind(codecs: _PeerCodecs, kind: type[Any]) -> _Kind:
     unsaid, tell = _UNSAID.get(kind, ("", None))
     names = [field.name for field in dataclasses.fields(kind) if field.name != unsaid]
     row = codecs.row(kind, names)
@@ -233,10 +183,12 @@ def _kind(codecs: _PeerCodecs, kind: type[Any], name: str) -> _Kind:
         message: PeerMessage = kind(**fields)
         return message
 
+    # On the wire `SessionOpened` is "session_opened".
+    name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
     return _Kind(name, row.pack, unpack)
 
 
-_KINDS: Final = {kind: _kind(_PeerCodecs(), kind, name) for kind, name in _NAMES.items()}
+_KINDS: Final = {kind: _kind(_PeerCodecs(), kind) for kind in typing.get_args(PeerMessage)}
 _BY_NAME: Final = {kind.name: kind for kind in _KINDS.values()}
 #: Texts of errors may hold what the operating system gave us in no known encoding.
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(

@@ -24,6 +24,7 @@ from libtimeslice.protocol import (
     EventsQuery,
     Heartbeat,
     Hello,
+    HostDeath,
     JobOrder,
     LastTurn,
     Message,
@@ -162,6 +163,7 @@ class Server:
             ShowQuery: self._inquiries.on_show,
             JobOrder: self._on_job_order,
             DrainOrder: self._on_drain_order,
+            HostDeath: self._on_host_death,
             Ping: self._on_ping,
             Bye: self._on_bye,
             Reply: self._on_reply,
@@ -442,6 +444,9 @@ class Server:
 
     def _on_drain_order(self, client: Client, request: DrainOrder) -> None:
         self._operations.on_drain(client.peer, request, client.send_whole)
+
+    def _on_host_death(self, client: Client, request: HostDeath) -> None:
+        self._operations.on_host_death(client.peer, request, client.send)
 
     def _on_ping(self, client: Client, request: Ping) -> None:
         client.send(reply(request.id))

@@ -56,7 +56,8 @@ class Details:
         peers = self.status.peers()
         for peer in peers:
             if peer["host"] == name:
-                return {"kind": "host", **peer}
+                groups = [g.name for g in self.machine.config.groups if name in g.hosts]
+                return {"kind": "host", **peer, "groups": groups}
         if name == self.machine.config.host:
             raise NotFound(f"{name} is this host: see tslicectl status")
         known = ", ".join(peer["host"] for peer in peers) or "none"

@@ -14,7 +14,15 @@ from libtimeslice.protocol import Message
 from tsliced.core.alarms import Alarm
 from tsliced.core.coordinator import Place
 from tsliced.core.machine import Machine
-from tsliced.core.model import DeviceId, Drain, GroupConfig, GroupName, JobKey, RankState
+from tsliced.core.model import (
+    DeviceId,
+    Drain,
+    GroupConfig,
+    GroupName,
+    HostName,
+    JobKey,
+    RankState,
+)
 from tsliced.core.rank import Rank
 from tsliced.core.remedies import out_of_loss, out_of_orphan
 from tsliced.core.rounds import Round, RoundState
@@ -91,7 +99,34 @@ class StatusPage:
     # --- groups -------------------------------------------------------------------------------
 
     def group(self, group: GroupConfig, now: float) -> Message:
-        """Return who has a group, who waits for it, and what it stands still for."""
+        """Return who has a group, who waits for it, and what it stands still for.
+
+        Of one that another host arbitrates only what is known here.
+        """
+        here = self.machine.config.host
+        hosts = group.hosts or (here,)
+        known = {"name": group.name, "hosts": list(hosts), "arbiter": hosts[0]}
+        stands = self._arbitrated(group, now) if hosts[0] == here else self._elsewhere(hosts[0])
+        devices = [self.device(device) for device in group.devices]
+        return {**known, "devices": devices, **stands}
+
+    def _elsewhere(self, arbiter: HostName) -> Message:
+        """Return the same keys for a group of another arbiter, who has not told who holds it."""
+        peer = next((peer for peer in self.peers() if peer["host"] == arbiter), None)
+        reason = f"there is no link to {arbiter}" if peer is None else None
+        if peer is not None and peer["state"] != "connected":
+            reason = f"{arbiter} is {peer['state']}: {peer['reason'] or 'it just left'}"
+        return {
+            **dict.fromkeys(("holder", "lease_since_s", "phase", "token", "next", "drain")),
+            "state": "elsewhere",
+            "unasked": False,
+            "resident": [],
+            "waiters": None,
+            "queue": [],
+            "reason": reason,
+        }
+
+    def _arbitrated(self, group: GroupConfig, now: float) -> Message:
         leasing = self.machine.leasing
         arbiter = leasing.arbiters[group.name]
         chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
@@ -115,8 +150,6 @@ class StatusPage:
         aside = (r for name in leasing.aside if group.name in (r := leasing.rounds[name]).groups)
         waiting = [*map(leasing.rounds.__getitem__, arbiter.queue), *aside]
         return {
-            "name": group.name,
-            "devices": [self.device(device) for device in group.devices],
             "state": state,
             "holder": job_map(holder.job) if holder is not None else None,
             "lease_since_s": now - since if holder is not None else None,
@@ -258,8 +291,9 @@ class StatusPage:
 
 def summary(machine: Machine) -> str:
     """Return the state of this host in one line, for ``systemctl status``."""
-    leasing, groups = machine.leasing, machine.config.groups
-    devices = sum(len(group.devices) for group in groups)
+    leasing, here = machine.leasing, machine.config.host
+    devices = sum(len(group.devices) for group in machine.config.groups)
+    groups = [group for group in machine.config.groups if (group.hosts or (here,))[0] == here]
     parts = []
     for group in groups[:MOST_IN_A_LINE]:
         arbiter = leasing.arbiters[group.name]
