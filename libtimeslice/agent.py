@@ -71,6 +71,8 @@ class Agent:
         self._failures = 0
         self._thread: threading.Thread | None = None
         self._caps: tuple[str, ...] = ()
+        #: What it was told to pause for and not yet to resume from.
+        self._paused: Message | None = None
         #: One for all connections: the daemon waits for a session that it knows and that is away.
         self._session = Session()
         #: An event counter; a file object, so that what comes after its close harms no other file.
@@ -165,7 +167,15 @@ class Agent:
         if self._has_ended() or self._caps != self._capabilities():
             connection.fail("the client was closed, or has new capabilities")
         connection.take_over(link)
+        if not link.welcome.get("resumed"):
+            self._go_on_if_forgotten()
         return connection
+
+    def _go_on_if_forgotten(self) -> None:
+        """A daemon that does not know this session will not tell it to resume from a pause."""
+        if self._paused is not None:
+            logger.warning("the daemon does not know any more that it paused this process")
+            self._answer("resume", 0, self._paused)
 
     def _serve(self, connection: Connection) -> None:
         if self.registered:
@@ -225,11 +235,13 @@ class Agent:
     def _quiesce(self, message: Message) -> Message:
         limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
         groups = tuple(message.get("groups") or ())
+        self._paused = message
         pause = Pause(groups=groups, timeout_s=limit_s, move=message.get("move"))
         self._callbacks.run(pause, limit_s=limit_s)
         return {}
 
     def _resume(self, message: Message) -> Message:
+        self._paused = None
         limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
         groups = tuple(message.get("groups") or ())
         self._callbacks.run(Resume(groups=groups), limit_s=limit_s)

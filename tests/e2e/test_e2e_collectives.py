@@ -164,3 +164,23 @@ def test_ranks_that_stop_together_are_taken_off_at_the_first_try(
     job.finish()
     assert host.events("eviction_failed", "pinned") == []
     assert len(host.events("evicted")) >= 2
+
+
+def test_ranks_that_were_paused_go_on_though_the_daemon_died_meanwhile_g8(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(settings={"limits": LIMITS})
+    job = Job(host, pausable=True)
+    # The first to be frozen takes its time: all ranks stand still by then.
+    host.fault(f"lock {job.ranks[0].pid} 1 delay:1000")
+    job.ranks[0].do("release")
+    waiter = host.rank("b")
+    asked = waiter.start("acquire", groups="g1", timeout=60)
+    until(lambda: "freeze" in host.doing(), "a rank is being frozen")
+    host.kill_daemon()
+    host.start_daemon()
+    assert asked.wait()["state"] == "held"
+    waiter.do("release")
+    job.ranks[0].do("acquire", groups="g1", timeout=30)
+    job.get_on(by=100)
+    job.finish()

@@ -83,6 +83,37 @@ def test_an_agent_that_does_not_answer_turns_the_eviction_back(
             assert host.states() == {rank.pid: "parked"}
 
 
+def test_an_agent_that_is_away_is_waited_for_and_told_to_resume_until_it_heard(
+    host: Host,
+) -> None:
+    rank, other = host.trainer("a", mib=8), host.rank("b")
+    with RawClient(host.socket) as agent:
+        welcome = agent.hello(job="a", role="agent", caps=["quiesce"])
+    session = {"session": welcome["session"], "secret": welcome["secret"]}
+    who = {"job": "a", "role": "agent", "caps": ["quiesce"], **session}
+    asked = other.start("acquire", groups="g1", timeout=60)
+    until(lambda: host.group()["next"], "it is on its way")
+    with RawClient(host.socket) as agent:
+        assert agent.hello(**who)["resumed"] is True
+        request = agent.receive()
+        assert request["t"] == "quiesce"
+        agent.send({"re": request["id"]})
+        assert asked.wait()["state"] == "held"
+        assert host.states() == {rank.pid: "parked"}
+        other.do("release")
+        back = rank.start("acquire", groups="g1", timeout=60)
+        assert agent.receive()["t"] == "resume"
+    # It hung up instead of answering, and is asked again.
+    with RawClient(host.socket) as agent:
+        assert agent.hello(**who)["resumed"] is True
+        request = agent.receive()
+        assert request["t"] == "resume"
+        agent.send({"re": request["id"]})
+        assert back.wait()["restored"] is True
+        agent.send({"t": "bye"})
+    assert host.events("eviction_failed") == []
+
+
 def test_a_rank_can_make_itself_known(host: Host) -> None:
     rank = host.rank("a")
     assert rank.do("register") == ["g1", "g2"], "without a context it may come to be on any"

@@ -157,6 +157,30 @@ def test_an_agent_reconnects_by_itself_and_registers_again(
     assert daemon.ask_agent({"t": "empty_cache"})["bytes"] == 0
 
 
+@pytest.mark.parametrize("forget", [False, True], ids=["known", "forgotten"])
+def test_a_pause_that_the_daemon_has_forgotten_is_over(
+    daemon: FakeDaemon, ts: TimeSlice, forget: bool
+) -> None:
+    heard: queue.Queue[Pause | Resume] = queue.Queue()
+    ts.on_pause(heard.put)
+    ts.on_resume(heard.put)
+    daemon.wait_until(daemon.agent_caps)
+    assert "err" not in daemon.ask_agent({"t": "quiesce", "groups": ["n1"], "timeout_s": 5.0})
+    assert isinstance(heard.get(timeout=LIMIT_S), Pause)
+    hellos = daemon.count("hello")
+    daemon.stop(forget=forget)
+    daemon.start()
+    daemon.wait_until(lambda: daemon.count("hello") > hellos)
+    if not forget:
+        # Who knows of the pause says when it is over.
+        assert "err" not in daemon.ask_agent({"t": "empty_cache"})
+        assert heard.empty()
+        daemon.ask_agent({"t": "resume", "groups": ["n1"]})
+    assert heard.get(timeout=LIMIT_S) == Resume(groups=("n1",))
+    assert "err" not in daemon.ask_agent({"t": "empty_cache"})
+    assert heard.empty(), "and it is over once"
+
+
 def test_an_agent_ends_with_its_client(daemon: FakeDaemon) -> None:
     with connect(daemon.path) as ts:
         ts.on_pause(lambda pause: None)

@@ -13,6 +13,8 @@ from tsliced.net.connection import Connection, Peer
 from tsliced.net.shares import Share
 from tsliced.net.survivors import Survivor
 
+_NOT_CONNECTED = "its agent is not connected"
+
 
 @dataclass(slots=True, eq=False)
 class Client:
@@ -37,6 +39,34 @@ class Client:
     follower: Follower | None = None
     #: Its connections to daemons before this one, while it has not come back.
     survivors: list[Survivor] = field(default_factory=list)
+    #: Its session is over.
+    gone: bool = False
+    #: Who waits for it to come back.
+    _awaited: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def connect(self, connection: Connection) -> None:
+        """Take another connection for the one that there was."""
+        self.connection = connection
+        self._wake()
+
+    def end(self) -> None:
+        """Know that it does not come back."""
+        self.gone = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for future in self._awaited:
+            if not future.done():
+                future.set_result(None)
+        self._awaited.clear()
+
+    async def is_present(self, limit_s: float) -> bool:
+        """Wait until it is connected; return whether it is, or False once it is gone for good."""
+        if self.connection is None and not self.gone:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._awaited.append(future)
+            await asyncio.wait({future}, timeout=limit_s)
+        return self.connection is not None
 
     def send(self, message: Message) -> bool:
         """Send a message if there is a connection; return False if it exceeds a frame."""
@@ -92,18 +122,39 @@ class Client:
 
 
 async def ask_all(clients: Iterable[Client], message: Message, limit_s: float) -> list[str | None]:
-    """Ask all at once; return for each what was wrong, None where it did what was asked."""
-    asked = [client.ask(message) for client in clients]
-    return await asyncio.gather(*(_answer(future, limit_s) for future in asked))
+    """Ask all who are connected; return for each what was wrong, None where it did as asked."""
+    return await asyncio.gather(*(_ask(client, message, limit_s) for client in clients))
 
 
-async def _answer(future: asyncio.Future[Reply], limit_s: float) -> str | None:
-    try:
-        answer = await asyncio.wait_for(future, limit_s)
-    except TimeoutError:
-        return f"it did not answer within {limit_s:g} s"
-    except asyncio.CancelledError:
-        if not future.cancelled():
-            raise
-        return "its agent is not connected"
-    return str(answer.error.get("message")) if answer.error is not None else None
+async def reach_all(
+    clients: Iterable[Client], message: Message, limit_s: float, *, again: bool
+) -> list[str | None]:
+    """The same, but wait for those who are away, such as after a restart of the daemon.
+
+    `again`: ask those again whose connection ends before they answered. One who is gone for good
+    has nothing to do.
+    """
+    return await asyncio.gather(*(_reach(client, message, limit_s, again) for client in clients))
+
+
+async def _reach(client: Client, message: Message, limit_s: float, again: bool) -> str | None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit_s
+    while True:
+        if not await client.is_present(deadline - loop.time()):
+            return None if client.gone else _NOT_CONNECTED
+        wrong = await _ask(client, message, deadline - loop.time())
+        if wrong != _NOT_CONNECTED or not again:
+            return wrong
+
+
+async def _ask(client: Client, message: Message, limit_s: float) -> str | None:
+    future = client.ask(message)
+    # To wait for it in this way does not cancel it, so that its cancellation says one thing.
+    await asyncio.wait({future}, timeout=limit_s)
+    if not future.done():
+        return f"it did not answer within {message.get('timeout_s', limit_s):g} s"
+    if future.cancelled():
+        return _NOT_CONNECTED
+    error = future.result().error
+    return str(error.get("message")) if error is not None else None

@@ -74,7 +74,7 @@ from tsliced.driver import Driver
 from tsliced.host.membership import Membership
 from tsliced.net.adoption import adopt
 from tsliced.net.authority import Authority
-from tsliced.net.client import Client, ask_all
+from tsliced.net.client import Client, ask_all, reach_all
 from tsliced.net.connection import Connection, Peer
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.inquiries import Inquiries
@@ -247,7 +247,8 @@ class Server:
                 client.connection.close()
                 self._disconnect(client)
             client.close_survivors()
-            client.connection, connection.session = connection, client.session
+            client.connect(connection)
+            connection.session = client.session
             # The journal does not have it.
             client.empties_cache = "empty_cache" in hello.caps
             self._driver.post(SessionResumed(session=client.session))
@@ -482,6 +483,7 @@ class Server:
         del self._clients[client.session]
         connection = client.connection
         self._disconnect(client)
+        client.end()
         self._shares.remove_session(client.share)
         client.close_survivors()
         if connection is not None:
@@ -497,7 +499,9 @@ class Server:
             "move": action.epoch.as_int(),
         }
         clients = [c for s in action.sessions if (c := self._clients.get(s)) is not None]
-        answers = await ask_all(clients, message, action.timeout_s)
+        # Whoever was told to pause is told to go on, also if it is away just now.
+        again = not action.quiesce
+        answers = await reach_all(clients, message, action.timeout_s, again=again)
         wrong = next((answer for answer in answers if answer is not None), None)
         if wrong is None:
             return None
