@@ -41,6 +41,7 @@ from libtimeslice.base import (
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import LeaseView, PlainLeases
 from libtimeslice.link import OutOfTime
+from libtimeslice.nesting import enter, inside_of
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
 from libtimeslice.usage import check_function
@@ -369,6 +370,7 @@ class AsyncTimeSlice(BaseClient):
         try:
             if not await self._nest(lease, ask, deadline):
                 lease._stand_on(await self._obtain(lease, ask, deadline))
+            enter(lease._grants)
             return lease
         finally:
             self._session.asking.pop(lease, None)
@@ -399,7 +401,7 @@ class AsyncTimeSlice(BaseClient):
             return session.pretend(ask, holder)
         if (news := session.watchdog_news()) is not None:
             self._line.send_or_drop(news)
-        message = ask.message(next(session.ids))
+        message = ask.message(next(session.ids), inside_of(session.grants))
         if deadline is not None:
             message["timeout_s"] = max(0.0, deadline - time.monotonic())
         try:

@@ -37,6 +37,7 @@ from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import Lease, LeaseContext, OffAccelerators, PlainLeases
 from libtimeslice.line import Line
 from libtimeslice.link import TICK_S, OutOfTime, remaining
+from libtimeslice.nesting import enter, inside_of
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, LeaseState, Released
 from libtimeslice.steps import Agree, PausableStep
@@ -342,6 +343,7 @@ class TimeSlice(BaseClient):
         try:
             if not self._nest(lease, ask, deadline, stop):
                 lease._stand_on(self._obtain(lease, ask, deadline, stop))
+            enter(lease._grants)
             return lease
         except BaseException:
             lease.release()
@@ -393,7 +395,7 @@ class TimeSlice(BaseClient):
                 return session.pretend(ask, holder)
         if (news := session.watchdog_news()) is not None:
             self._line.tell(news)
-        message = ask.message(next(session.ids))
+        message = ask.message(next(session.ids), inside_of(session.grants))
         if deadline is not None:
             message["timeout_s"] = max(0.0, deadline - time.monotonic())
         try:

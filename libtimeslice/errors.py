@@ -116,6 +116,7 @@ _KINDS: Mapping[str, type[TimeSliceError]] = {
     "timeout": AcquireTimeout,
     "cancelled": Cancelled,
     "would_exceed_limit": Refused,
+    "would_deadlock": Refused,
     "no_host_memory": Refused,
     "no_device_memory": Refused,
     "job_faulted": Refused,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -65,8 +65,8 @@ class Ask:
     #: A last turn of this process, if it needs one; True: it ends now. None: an ordinary lease.
     leaving: bool | None = None
 
-    def message(self, request_id: int) -> Message:
-        """The request for it."""
+    def message(self, request_id: int, inside: Sequence[str] = ()) -> Message:
+        """The request for it. `inside`: leases that are held until after it is given back."""
         if self.leaving is not None:
             return {
                 "t": "last_turn",
@@ -74,7 +74,7 @@ class Ask:
                 "leaving": self.leaving,
                 "timeout_s": self.timeout_s,
             }
-        return {
+        message: Message = {
             "t": "acquire",
             "id": request_id,
             "groups": self.groups,
@@ -83,6 +83,9 @@ class Ask:
             "arrive": self.arrive,
             "timeout_s": self.timeout_s,
         }
+        if inside:
+            message["inside"] = list(inside)
+        return message
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

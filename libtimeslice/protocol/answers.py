@@ -19,6 +19,7 @@ class ErrorCode(str, Enum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     WOULD_EXCEED_LIMIT = "would_exceed_limit"
+    WOULD_DEADLOCK = "would_deadlock"
     NO_HOST_MEMORY = "no_host_memory"
     NO_DEVICE_MEMORY = "no_device_memory"
     JOB_FAULTED = "job_faulted"

@@ -11,6 +11,7 @@ from libtimeslice.fields import (
     MAX_EVENTS,
     MAX_FIELD_TEXT,
     MAX_FIELDS,
+    MAX_GROUPS,
     MAX_ID,
     MAX_NAME,
     MAX_PID,
@@ -109,6 +110,7 @@ def _parse_acquire(message: Message) -> Acquire:
         None if get("ranks") is None else int_field(message, "ranks", 1, MAX_RANKS),
         arrive,
         None if get("timeout_s") is None else number_field(message, "timeout_s", 0, MAX_TIMEOUT_S),
+        () if get("inside") is None else names_field(message, "inside", MAX_GROUPS, least=0),
     )
 
 

@@ -56,6 +56,8 @@ class Acquire:
     ranks: int | None
     arrive: Literal["all", "first"]
     timeout_s: float | None
+    #: Leases of this session that are held until after this one is given back.
+    inside: tuple[str, ...] = ()
 
 
 @_value

@@ -114,3 +114,17 @@ def test_one_process_on_two_groups_is_moved_with_both_and_refused_for_one(host: 
         rank.do("acquire", groups="g1", timeout=5)
     rank.do("acquire", groups=["g1", "g2"], timeout=20)
     assert rank.do("digest") == digest
+
+
+def test_leases_nested_against_the_order_are_refused_where_they_would_wait_for_ever(
+    host: Host,
+) -> None:
+    one, other = host.rank("a"), host.rank("b")
+    one.do("acquire", groups="g1", timeout=20)
+    other.do("acquire", groups="g2", timeout=20)
+    waiting = one.start("acquire", groups="g2", timeout=20)
+    until(lambda: host.group("g2")["waiters"], "it waits")
+    with pytest.raises(RankError, match="g1 must be waited for, comes before g2"):
+        other.do("acquire", groups="g1", timeout=20)
+    other.do("release")
+    waiting.wait()

@@ -105,6 +105,8 @@ class AcquireRequested:
     ranks: int = 1
     arrival: Arrival = Arrival.ALL
     timeout_s: float | None = None
+    #: What the client holds until after it has given this back.
+    holding: tuple[GroupName, ...] = ()
 
 
 @value

@@ -126,10 +126,21 @@ class Granting(Watchdogs):
             round_.state, round_.asked_at = QUEUED, now
             round_.place = self.last_place
         self.advance(round_, now)
+        if round_.state in (QUEUED, ASIDE):
+            self._refuse_nested(round_, now)
         if placed and round_.state is not HELD:
             # The place is all its members'; none is left here if it was refused at once.
             for lease in round_.members.values():
                 self.keep_lease(lease)
+
+    def _refuse_nested(self, round_: Round, now: float) -> None:
+        """Let nobody wait for a group who holds one that comes after it: others wait in order."""
+        for lease in list(round_.members.values()):
+            if (held := lease.out_of_order) is not None:
+                first = lease.groups[0]
+                text = f"{first} must be waited for, comes before {held}, and {held} is held"
+                text += "; lease both together, or give the other one back first"
+                self.refuse_lease(lease, "would_deadlock", text, now)
 
     def advance_all(self) -> None:
         """Look at every round that has groups, after a change that concerns them all."""

@@ -296,6 +296,10 @@ class Leasing(Turns):
             arrival=event.arrival,
             asked_at=now,
         )
+        if event.holding:
+            order = self.tenancies.order_of
+            later = (held for held in event.holding if order[held] > order[groups[0]])
+            lease.out_of_order = next((held for held in later if held not in groups), None)
         self.put_lease(session, lease, round_)
         if joined is not None:
             # It takes nobody's place in the round.

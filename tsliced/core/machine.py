@@ -8,7 +8,7 @@ before the call returns, so that between two events nothing is half done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -87,6 +87,7 @@ from tsliced.core.model import (
     GroupName,
     HostName,
     JobKey,
+    LeaseId,
     OpId,
     Reason,
     Verb,
@@ -204,6 +205,11 @@ class Machine:
     def deadline(self) -> float | None:
         """The instant at which the driver must hand over `TimePassed`, if any."""
         return self.timers.deadline
+
+    def groups_of(self, leases: Iterable[str]) -> tuple[GroupName, ...]:
+        """Return the groups of those of some leases that are held."""
+        known = (self.leasing.leases.get(LeaseId(name)) for name in leases)
+        return tuple(group for lease in known if lease is not None for group, _ in lease.tokens)
 
     def handle(self, event: Event, *, now: float) -> Effects:
         """Apply one event, and return what must be written down and then done."""

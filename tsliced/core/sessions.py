@@ -67,6 +67,8 @@ class Lease:
     queued: bool = False
     #: A clock runs for its acquire.
     limited: bool = False
+    #: A group that comes after one of these is held until after this lease: it must not wait.
+    out_of_order: GroupName | None = None
     #: The client has to confirm the grant: it had to wait for it and may be gone.
     unconfirmed: bool = False
 

@@ -350,10 +350,10 @@ class Server:
     def _on_acquire(self, client: Client, request: Acquire) -> None:
         if not self._count(client, request.id):
             return
-        groups = request.groups or ()
+        machine, groups = self._driver.machine, request.groups or ()
         if len(groups) > 1:
             # Unknown names sort last, and the core refuses them by name.
-            order = self._driver.machine.tenancies.order_of
+            order = machine.tenancies.order_of
             groups = tuple(sorted(groups, key=lambda g: order.get(GroupName(g), len(order))))
         elif not groups and self._authority.any_elsewhere:
             groups = self._usual_groups(client)
@@ -366,6 +366,7 @@ class Server:
                 ranks=request.ranks or 1,
                 arrival=_ARRIVALS[request.arrive],
                 timeout_s=request.timeout_s,
+                holding=machine.groups_of(request.inside) if request.inside else (),
             )
         )
 
