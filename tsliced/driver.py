@@ -422,8 +422,8 @@ class Driver:
         """Return what was moved as NVML saw it before, for a backend that does not count."""
         if outcome.failure is not None or action.verb not in (Verb.SNAPSHOT, Verb.RESTORE):
             return 0
-        ranks = self.machine.tenancies.all[action.tenancy].participant.ranks
-        rank = ranks.get(action.rank.process)
+        tenancy = self.machine.tenancies.tenancy_of(action.rank)
+        rank = tenancy.participant.ranks.get(action.rank.process) if tenancy is not None else None
         return rank.parked_bytes or rank.device_bytes if rank is not None else 0
 
     async def _scan(self, action: ScanGroups) -> Event:

@@ -51,6 +51,8 @@ class SessionRecord:
     hooks: bool
     agent: bool
     heartbeat_s: float | None = None
+    #: Where its client is, if that is not here.
+    host: HostName | None = None
 
 
 @value
@@ -103,6 +105,8 @@ class TenancyRecord:
     stamp: Stamp
     goal: Goal
     pinned: Reason | None = None
+    #: Whose coordinator moves it, if that is not here.
+    lead: HostName | None = None
 
 
 @value
@@ -172,6 +176,26 @@ class DrainRecord:
     drain: Drain | None
 
 
+@value
+class ForeignLeaseRecord:
+    """A lease that a session of this host holds of an arbiter elsewhere, or no longer holds."""
+
+    lease: LeaseId
+    session: SessionId
+    request: RequestId
+    #: None: it is over.
+    arbiter: HostName | None
+    tokens: tuple[tuple[GroupName, Token], ...]
+
+
+@value
+class HostRecord:
+    """Which run of another host's system was seen last."""
+
+    host: HostName
+    boot: str
+
+
 Record: TypeAlias = (
     SessionRecord
     | SessionEndedRecord
@@ -185,6 +209,8 @@ Record: TypeAlias = (
     | DrainRecord
     | StrangerRecord
     | RemainsRecord
+    | ForeignLeaseRecord
+    | HostRecord
 )
 
 # --- actions: towards clients -----------------------------------------------------------------

@@ -20,6 +20,7 @@ from tsliced.core.rank import Rank
 from tsliced.core.remedies import out_of_hang
 from tsliced.core.rounds import RoundState
 from tsliced.core.tenancies import Tenancies
+from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 from tsliced.core.value import value
 
@@ -108,7 +109,7 @@ class Alarms:
         granting = self.granting
         granting.out.append(Note(kind="stuck", level="error", facts=alarm.facts(now)))
         told = granting.hung[start.tenancy] = Reason(cause=cause, text=alarm.text(now))
-        granting.set_all_aside(self.tenancies.all[start.tenancy].reach)
+        granting.set_all_aside(self._tenancy(start).reach)
         for round_ in granting.concerned(start.tenancy):
             if round_.state is RoundState.MOVING:
                 granting.tell_stalled(round_, start.tenancy.job, told)
@@ -126,4 +127,8 @@ class Alarms:
         self.granting.timers.set(TimerKey(TimerKind.STUCK, op), at)
 
     def _rank(self, start: StartOperation) -> Rank:
-        return self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
+        return self._tenancy(start).participant.ranks[start.rank.process]
+
+    def _tenancy(self, start: StartOperation) -> Tenancy:
+        # It may have become a part of another one since the operation began.
+        return self.tenancies.all[self.tenancies.home[start.rank.process]]

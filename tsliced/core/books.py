@@ -23,10 +23,12 @@ from tsliced.core.arbiter import Arbiter
 from tsliced.core.model import (
     CoreLimits,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     OpId,
     ProcessId,
+    RankId,
     Reason,
     RequestId,
     RoundId,
@@ -79,6 +81,10 @@ class Books:
     faults: dict[JobKey, Reason] = field(default_factory=dict)
     #: Since when; of a fault that is older than this daemon, since it started.
     faulted_at: dict[JobKey, float] = field(default_factory=dict)
+    #: Where the clients of sessions are that are not of this host.
+    foreign: dict[SessionId, HostName] = field(default_factory=dict)
+    #: Sessions of this host that have ended and may be known elsewhere.
+    gone: list[SessionId] = field(default_factory=list)
     #: Jobs of which a session has ended.
     left: dict[JobKey, None] = field(default_factory=dict)
     #: Held, and not in the history yet; those that are held for longest come first.
@@ -95,20 +101,37 @@ class Books:
     def put_session(self, session: Session) -> None:
         """Enter a session into the books."""
         self.sessions[session.id] = session
-        self.by_process.setdefault(session.process, {})[session.id] = None
+        if session.host is None:
+            self.by_process.setdefault(session.process, {})[session.id] = None
+        else:
+            self.foreign[session.id] = session.host
         self.by_job.setdefault(session.job, {})[session.id] = None
         if session.hooks:
             self.tenancies.add_hooks(session.job, session.id)
+        self.tell_arbiters(session)
+
+    def tell_arbiters(self, session: Session) -> None:
+        """Let arbiters elsewhere know whether a job that has ranks here has a client here."""
+        if session.host is None and not session.tool:
+            for tenancy in self.tenancies.tenancies_of(session.job):
+                self.tenancies.tell_arbiters(tenancy)
+
+    def rank_of(self, session: Session) -> RankId:
+        """Return the process of a session's client, as the rank that it may be."""
+        return RankId(session.host or self.tenancies.host, session.process)
 
     def strike_session(self, session: Session) -> None:
         """Take a session out of the books; its leases are out already."""
         assert not session.leases, "a lease ends before its session"
         del self.sessions[session.id]
-        _strike(self.by_process, session.process, session.id)
+        if session.host is None:
+            _strike(self.by_process, session.process, session.id)
+            self.gone.append(session.id)
         _strike(self.by_job, session.job, session.id)
         self.left[session.job] = None
         if session.hooks:
             self.tenancies.remove_hooks(session.job, session.id)
+        self.tell_arbiters(session)
 
     def sessions_of(self, job: JobKey) -> list[Session]:
         """Return the sessions of a job."""
@@ -179,8 +202,9 @@ class Books:
 
     def chosen_for(self, group: GroupName) -> Round | None:
         """Return the round that has the group."""
-        round_id = self.arbiters[group].chosen
-        return self.rounds[round_id] if round_id is not None else None
+        arbiter = self.arbiters.get(group)
+        chosen = arbiter.chosen if arbiter is not None else None
+        return self.rounds[chosen] if chosen is not None else None
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -198,10 +222,10 @@ class Books:
             facts = {"job": str(job), "reason": "the fault is cleared"}
             self.out.append(Note(kind="cleared", level="info", facts=facts))
 
-    def clear_fault_of(self, job: JobKey, process: ProcessId) -> None:
+    def clear_fault_of(self, job: JobKey, rank: RankId) -> None:
         """Let a job try again whose fault was that of a process that is gone."""
         fault = self.faults.get(job)
-        if fault is not None and fault.rank is not None and fault.rank.process == process:
+        if fault is not None and fault.rank == rank:
             self.clear_fault(job)
 
     def tidy(self, job: JobKey) -> None:
@@ -261,14 +285,17 @@ class Books:
                 )
             )
 
-    def tell_rank_lost(self, key: TenancyKey, process: ProcessId) -> None:
+    def tell_rank_lost(self, key: TenancyKey, rank: RankId) -> None:
         """Tell a job that one of its ranks died."""
-        text = f"rank {process.pid} of this job ended"
+        pid, where = rank.process.pid, ""
+        if rank.host != self.tenancies.host:
+            where = f" on {rank.host}"
+        text = f"rank {pid}{where} of this job ended"
         for session in self.sessions_of(key.job):
             for lease in session.leases.values():
                 if not set(lease.groups).isdisjoint(key.groups):
                     self.out.append(
-                        TellRankLost(session=session.id, lease=lease.id, pid=process.pid, text=text)
+                        TellRankLost(session=session.id, lease=lease.id, pid=pid, text=text)
                     )
 
     # --- the history --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tsliced.core.actions import Note, TenancyRecord
+from tsliced.core.links import Links
 from tsliced.core.model import (
     Cause,
     CoreLimits,
@@ -109,9 +110,13 @@ class Coordinator:
     """The mover of one tenancy. Mutate it only through its public methods."""
 
     tenancy: TenancyKey
+    #: All that take part; empty where another host's coordinator leads.
     hosts: tuple[HostName, ...]
     numbers: Numbers
     limits: CoreLimits
+    links: Links = field(default_factory=Links)
+    #: Who leads, if that is not this host.
+    lead: HostName | None = None
     place: Place = Place.OFF
     stamp: Stamp = NO_STAMP
     #: The latest order but for questions, which move nothing.
@@ -136,6 +141,8 @@ class Coordinator:
     _barrier_s: float = 0.0
     _reports: dict[HostName, Report] = field(default_factory=dict)
     _recoveries: int = 0
+    #: OFF has been ordered in the move under way: some of it may be parked.
+    _off_ordered: bool = False
     _was_parked: bool = False
 
     def __post_init__(self) -> None:
@@ -158,7 +165,18 @@ class Coordinator:
         """The hosts whose answer to the standing order is waited for; none while nothing is."""
         if self.stable or self.wanted is not None:
             return []
-        return [host for host in self.hosts if host not in self._reports]
+        return [host for host in self.hosts if host not in self._reports and self._counts(host)]
+
+    def _counts(self, host: HostName) -> bool:
+        """Whether a host's answer is waited for.
+
+        Not of one that nothing is left on. Nor, on the way back from a freeze, of one that is lost:
+        nothing was snapshotted there, and it thaws alone what it has frozen.
+        """
+        if host in self.links.dead:
+            return False
+        goes_back = self.place in (Place.TURNING_BACK, Place.REVIVING) and not self._off_ordered
+        return not (goes_back and host in self.links.lost)
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
@@ -190,6 +208,7 @@ class Coordinator:
     def _begin(self, place: Place, now: float) -> list[Effect]:
         assert self.stable, "a move ends before the next one begins"
         self.reason, self.began_at, self._recoveries = None, now, 0
+        self._off_ordered = place is Place.ASKING
         return self._turn(place, now)
 
     # --- events -------------------------------------------------------------------------------
@@ -201,8 +220,36 @@ class Coordinator:
         self._reports[report.host] = report
         if report.failure is not None:
             return self._on_failure(report.failure, now)
-        if len(self._reports) < len(self.hosts):
+        return [] if self.missing else self._complete(now)
+
+    def on_host_gone(self, *, now: float) -> list[Effect]:
+        """Go on without a host that is dead, or lost where that is enough; undecided, go back."""
+        if self.stable or self.wanted is not None:
             return []
+        missing = self.missing
+        if not missing:
+            return self._complete(now)
+        lost = [host for host in missing if host in self.links.lost]
+        if lost and self.place in (Place.FREEZING, Place.RESTORING):
+            text = f"host {lost[0]} is silent"
+            return self._on_failure(Reason(cause=Cause.SILENT, text=text), now)
+        return []
+
+    def order_for(self, host: HostName) -> list[Order]:
+        """Return the order that a host has not answered, to be told again."""
+        if host not in self.missing:
+            return []
+        goal = GOALS[self.place]
+        return [Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=goal)]
+
+    def follow(self, order: Order) -> TenancyRecord:
+        """Know what another host's coordinator has ordered."""
+        self.stamp = order.stamp
+        if order.goal is not Goal.QUERY:
+            self.goal = order.goal
+        return self.record()
+
+    def _complete(self, now: float) -> list[Effect]:
         if self.place is Place.ASKING:
             return self._decide(now)
         if (after := NEXT.get(self.place)) is not None:
@@ -309,8 +356,7 @@ class Coordinator:
     def _untouched(self) -> bool:
         """Whether all hosts have answered, and nothing of it is frozen or parked."""
         states = self._states()
-        everyone = len(self._reports) == len(self.hosts)
-        return everyone and bool(states) and set(states) == {RankState.RUNNING}
+        return not self.missing and bool(states) and set(states) == {RankState.RUNNING}
 
     def _decide(self, now: float) -> list[Effect]:
         self.reason = None
@@ -364,16 +410,22 @@ class Coordinator:
         goal = GOALS[self.place]
         if goal is not Goal.QUERY:
             self.goal = goal
+        self._off_ordered |= goal is Goal.OFF
         orders = [
             Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=goal)
             for host in self.hosts
+            if host not in self.links.dead
         ]
         return [self.record(), *orders]
 
     def record(self) -> TenancyRecord:
         """Return what must be kept of this tenancy."""
         return TenancyRecord(
-            tenancy=self.tenancy, stamp=self.stamp, goal=self.goal, pinned=self.pinned
+            tenancy=self.tenancy,
+            stamp=self.stamp,
+            goal=self.goal,
+            pinned=self.pinned,
+            lead=self.lead,
         )
 
     def _note(self, kind: str, now: float, reason: Reason | None = None) -> Note:

@@ -31,7 +31,13 @@ from tsliced.core.model import (
     RoundId,
     TenancyKey,
 )
-from tsliced.core.remedies import out_of_block, out_of_hang, out_of_loss, out_of_pin
+from tsliced.core.remedies import (
+    out_of_block,
+    out_of_hang,
+    out_of_loss,
+    out_of_pin,
+    out_of_silence,
+)
 from tsliced.core.rounds import ASIDE, GRANTING, HELD, MOVING, QUEUED, Round
 from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
@@ -47,6 +53,8 @@ class Draining(Books):
     drains: dict[GroupName, Drain] = field(default_factory=dict)
     #: Devices that are there no more, and why.
     lost: dict[DeviceId, Reason] = field(default_factory=dict)
+    #: Groups of which a host is not there, and what waiters are told of it.
+    silent: dict[GroupName, Reason] = field(default_factory=dict)
     #: Whose driver calls do not come back, and what waiters are told of it.
     hung: dict[TenancyKey, Reason] = field(default_factory=dict)
     #: Rounds that want a group that nobody is let onto.
@@ -119,6 +127,8 @@ class Draining(Books):
         if len(round_.groups) == 1:
             # It keeps nothing from others that they could have.
             return None
+        if (silence := self.silence_of(round_)) is not None:
+            return round_.job, silence, out_of_silence()
         if (loss := self.loss_of(round_)) is not None:
             return round_.job, loss, out_of_loss()
         for group in round_.groups:
@@ -131,6 +141,11 @@ class Draining(Books):
                 if (hang := self.hung.get(tenancy.key)) is not None:
                     return job, hang, out_of_hang(job)
         return None
+
+    def silence_of(self, round_: Round) -> Reason | None:
+        """Say which host of a round's groups is not there, if one is not."""
+        silent = (self.silent[group] for group in round_.groups if group in self.silent)
+        return next(silent, None)
 
     def loss_of(self, round_: Round) -> Reason | None:
         """Say which device of a round's groups is lost, if one is."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tsliced.core.actions import EndProcesses, Note
+from tsliced.core.actions import EndProcesses, Note, Send
 from tsliced.core.leasing import Leasing
+from tsliced.core.messages import EndJob
 from tsliced.core.model import JobKey, ProcessId
 from tsliced.core.tenancies import Tenancies
 from tsliced.core.timers import TimerKey, TimerKind, Timers
@@ -34,14 +35,32 @@ class Ending:
     def processes_of(self, job: JobKey) -> tuple[ProcessId, ...]:
         """Return the job's ranks and its clients; whoever only asks questions is none of them."""
         ranks = (rank.id.process for rank in self.tenancies.ranks_of_job(job))
-        clients = (s.process for s in self.leasing.sessions_of(job) if not s.tool)
+        sessions = self.leasing.sessions_of(job)
+        clients = (s.process for s in sessions if not s.tool and s.host is None)
         return tuple(dict.fromkeys((*ranks, *clients)))
 
-    def end_job(self, job: JobKey, *, text: str, grace_s: float, now: float) -> int:
-        """End all processes of a job; return how many they are. `text`: why, for the log."""
+    def end_job(
+        self, job: JobKey, *, text: str, grace_s: float, now: float, onward: bool = True
+    ) -> int:
+        """End all processes of a job; return how many they are here.
+
+        `text`: why, for the log. `onward`: those on other hosts too.
+        """
         processes = self.processes_of(job)
         self.end(job, processes, text=text, grace_s=grace_s, now=now)
+        if onward:
+            self._end_elsewhere(job, text=text, grace_s=grace_s)
         return len(processes)
+
+    def _end_elsewhere(self, job: JobKey, *, text: str, grace_s: float) -> None:
+        tenancies = self.tenancies.tenancies_of(job)
+        hosts = {rank.host: False for tenancy in tenancies for rank in tenancy.abroad}
+        hosts |= {s.host: False for s in self.leasing.sessions_of(job) if s.host is not None}
+        # Who leads knows of more hosts.
+        hosts |= {tenancy.lead: True for tenancy in tenancies if not tenancy.led_here}
+        for host, further in hosts.items():
+            end = EndJob(job=job, text=text, grace_s=grace_s, onward=further)
+            self.leasing.out.append(Send(host=host, message=end))
 
     def end(
         self,

@@ -29,7 +29,7 @@ from tsliced.core.model import (
     GroupName,
     JobKey,
     LeaseId,
-    ProcessId,
+    RankId,
     Reason,
     RoundId,
     TenancyKey,
@@ -42,6 +42,7 @@ from tsliced.core.remedies import (
     out_of_fault,
     out_of_loss,
     out_of_pin,
+    out_of_silence,
     toward_a_freeze,
 )
 from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
@@ -93,7 +94,10 @@ class Granting(Watchdogs):
             self._let_back(now)
         while self.todo:
             group = self.todo.popleft()
-            self.arbiters[group].choose(now=now)
+            if (arbiter := self.arbiters.get(group)) is None:
+                # Another host's.
+                continue
+            arbiter.choose(now=now)
             if (round_ := self.chosen_for(group)) is not None:
                 self.advance(round_, now)
             else:
@@ -152,7 +156,7 @@ class Granting(Watchdogs):
             round_.state, round_.switch_began_at = MOVING, now
         if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
-            hindered = self.lost or round_.job in self.faults
+            hindered = self.lost or self.silent or round_.job in self.faults
             settled = not hindered and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
             round_.state = GRANTING if clear else MOVING
@@ -194,6 +198,9 @@ class Granting(Watchdogs):
         if round_.job in self.faults:
             text = str(self.explain_fault(round_.job, now))
             self._refuse_round(round_, "job_faulted", text, now)
+            return False
+        if (silence := self.silence_of(round_)) is not None:
+            self.tell_stalled(round_, round_.job, silence, out_of_silence())
             return False
         if (loss := self.loss_of(round_)) is not None:
             self.tell_stalled(round_, round_.job, loss, out_of_loss())
@@ -383,7 +390,7 @@ class Granting(Watchdogs):
             return
         mine = (r for r in chosen if r.id in self.rounds and r.state is HELD and r.job == key.job)
         holders = list(mine)
-        if tenancy.participant.ranks and holders and not any(map(self._pausing, holders)):
+        if tenancy.has_ranks and holders and not any(map(self._pausing, holders)):
             self.out += self.tenancies.admit(key, now=now)
 
     def _on_eviction_failed(
@@ -460,13 +467,14 @@ class Granting(Watchdogs):
                 round_.evict_tries.pop(key, None)
             for group in tenancy.reach:
                 self.timers.clear(TimerKey(TimerKind.PARK, group))
-            away = tenancy.coordinator.place is Place.OFF and tenancy.participant.ranks
+            away = tenancy.coordinator.place is Place.OFF and tenancy.has_ranks
             if away and all(self._is_empty(group) for group in tenancy.reach):
                 self.tried[key] = None
                 self.out += self.tenancies.admit(key, now=now)
 
     def _is_empty(self, group: GroupName) -> bool:
-        free = self.arbiters[group].chosen is None and group not in self.drains
+        arbiter = self.arbiters.get(group)
+        free = arbiter is not None and arbiter.chosen is None and group not in self.drains
         return free and not self.tenancies.residents(group)
 
     def _others_on(self, key: TenancyKey) -> bool:
@@ -475,7 +483,7 @@ class Granting(Watchdogs):
 
     def _is_gone(self, reason: Reason) -> bool:
         """Whether the rank that stood in the way is dead, and with it the reason."""
-        return reason.rank is not None and reason.rank.process not in self.tenancies.home
+        return reason.rank is not None and self.tenancies.tenancy_of(reason.rank) is None
 
     def _pause(self, round_: Round, tries: int, now: float) -> None:
         limits = self.limits
@@ -485,10 +493,10 @@ class Granting(Watchdogs):
         round_.paused = True
         self.timers.set(TimerKey(TimerKind.RETRY, round_.id), now + pause_s)
 
-    def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], process: ProcessId) -> None:
+    def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], rank: RankId) -> None:
         """Tell a job that a rank of it died, and look again at what waited for it."""
-        self.clear_fault_of(key.job, process)
-        self.tell_rank_lost(key, process)
+        self.clear_fault_of(key.job, rank)
+        self.tell_rank_lost(key, rank)
         self.todo.extend(reach)
         self.tidy(key.job)
 

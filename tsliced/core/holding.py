@@ -57,8 +57,8 @@ class Holding(Granting):
         """Whether it may be our doing that these sessions of a job do not get on."""
         if self.tenancies.any_still(job, groups):
             return True
-        processes = (self.sessions[session].process for session in sessions)
-        return any(self.tenancies.holds_still(process) for process in processes)
+        ranks = (self.rank_of(self.sessions[session]) for session in sessions)
+        return any(self.tenancies.holds_still(rank) for rank in ranks)
 
     def restart_clocks(self, session: Session, now: float) -> None:
         """A client is back: what it could not be told is due now, and its silence is over."""
@@ -218,8 +218,9 @@ class Holding(Granting):
         assert round_.hold_from is not None
         since = round_.still_since
         if since is None:
-            processes = (self.sessions[session].process for session in _sessions(round_))
-            in_it = any(self.tenancies.home.get(process) == moved for process in processes)
+            ranks = (self.rank_of(self.sessions[session]) for session in _sessions(round_))
+            of_ranks = (self.tenancies.tenancy_of(rank) for rank in ranks)
+            in_it = any(t is not None and t.key == moved for t in of_ranks)
             if not in_it and set(round_.groups).isdisjoint(moved.groups):
                 return
             since = max(began_at, round_.hold_from)

@@ -7,11 +7,12 @@ groups makes the tenancy resident there too, until the job leases them together 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tsliced.core.actions import FreeMemory, Note, TenancyEndedRecord, WatchProcess
 from tsliced.core.coordinator import Coordinator, Place
+from tsliced.core.links import Links
 from tsliced.core.model import (
     CoreLimits,
     DeviceId,
@@ -20,6 +21,7 @@ from tsliced.core.model import (
     HostName,
     JobKey,
     ProcessId,
+    RankId,
     RankState,
     SessionId,
     TenancyKey,
@@ -29,6 +31,9 @@ from tsliced.core.participant import Participant
 from tsliced.core.rank import Rank
 from tsliced.core.signals import Effect
 from tsliced.core.tenancy import Bound, Tenancy, bound_by
+
+#: A rank in one of these runs only when somebody lets it.
+_STILL = (RankState.FROZEN, RankState.PARKED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +53,13 @@ class Homes:
     hooks: dict[JobKey, dict[SessionId, None]] = field(default_factory=dict)
     #: Seen on the devices and of no known job.
     strangers: dict[ProcessId, FoundRank] = field(default_factory=dict)
+    links: Links = field(default_factory=Links)
+    #: All hosts of each group that others have devices of too, or alone; the first is its arbiter.
+    hosts_of: Mapping[GroupName, tuple[HostName, ...]] = field(default_factory=dict)
+    #: Ranks on other hosts, of tenancies that are led here.
+    abroad: dict[RankId, TenancyKey] = field(default_factory=dict)
+    #: Groups whose arbiter elsewhere does not know yet who is on their devices here.
+    untold: dict[GroupName, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.by_group = {group: {} for group in self.order_of}
@@ -103,15 +115,31 @@ class Homes:
         """Return groups in the order in which they are reserved."""
         return tuple(sorted(groups, key=self.order_of.__getitem__))
 
-    def make(self, key: TenancyKey, place: Place = Place.OFF) -> Tenancy:
-        """Enter a new tenancy into the books."""
+    def arbiter_of(self, group: GroupName) -> HostName:
+        """Return the host that arbitrates a group."""
+        hosts = self.hosts_of.get(group)
+        return hosts[0] if hosts else self.host
+
+    def _hosts_of_all(self, groups: Iterable[GroupName]) -> tuple[HostName, ...]:
+        hosts = (self.hosts_of.get(group) or (self.host,) for group in groups)
+        return tuple(dict.fromkeys(host for of_group in hosts for host in of_group))
+
+    def make(
+        self, key: TenancyKey, place: Place = Place.OFF, lead: HostName | None = None
+    ) -> Tenancy:
+        """Enter a new tenancy into the books; it is led by its first group's arbiter, or `lead`."""
+        lead = lead or self.arbiter_of(key.groups[0])
+        led_here = lead == self.host
         tenancy = Tenancy(
             key=key,
+            lead=lead,
             coordinator=Coordinator(
                 tenancy=key,
-                hosts=(self.host,),
+                hosts=self._hosts_of_all(key.groups) if led_here else (),
                 numbers=self.numbers,
                 limits=self.limits,
+                links=self.links,
+                lead=None if led_here else lead,
                 place=place,
             ),
             participant=Participant(
@@ -155,11 +183,19 @@ class Homes:
 
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
         parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]
-        for rank in tenancy.participant.ranks.values():
-            groups = self._groups_of(rank.devices)
+        for rank, groups in self._whereabouts(tenancy):
             if not any(groups <= part for part in parts):
-                raise Bound(bound_by(self.in_order(groups), rank.id))
+                raise Bound(bound_by(self.in_order(groups), rank))
         return self._rebuild([tenancy], [self._key(tenancy.key.job, part) for part in parts])
+
+    def _whereabouts(self, tenancy: Tenancy) -> list[tuple[RankId, set[GroupName]]]:
+        """Return a tenancy's ranks on all hosts, each with the groups on whose devices it is."""
+        here = tenancy.participant.ranks.values()
+        known = self.order_of.keys()
+        return [
+            *((rank.id, self._groups_of(rank.devices)) for rank in here),
+            *((rank, known & present.groups) for rank, present in tenancy.abroad.items()),
+        ]
 
     def _unite(self, parts: list[Tenancy], out: list[Effect]) -> list[Tenancy] | None:
         """Make one of tenancies that a rank binds; None while one of them is moving."""
@@ -196,7 +232,7 @@ class Homes:
             # What comes instead reserves anew before its next move.
             out.append(FreeMemory(tenancy=tenancy.key, host=True, device=True))
         for key in keys:
-            made = self.make(key, Place.ON if all_on else Place.OFF)
+            made = self.make(key, Place.ON if all_on else Place.OFF, old[0].lead)
             made.coordinator.pinned = pinned
             made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
             made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
@@ -204,12 +240,29 @@ class Homes:
             out.append(made.coordinator.record())
         for tenancy in old:
             for process, rank in tenancy.participant.ranks.items():
-                on = self._groups_of(rank.devices)
-                key = next(key for key in keys if on.issubset(key.groups))
+                key = _best(keys, self._groups_of(rank.devices))
                 self.all[key].participant.ranks[process] = rank
-                self.home[process] = key
+                self._settle_in(process, key)
                 out.append(rank.record(key))
+            for rank_id, present in tenancy.abroad.items():
+                key = _best(keys, set(present.groups))
+                self.all[key].abroad[rank_id] = present
+                self.settle_abroad(rank_id, key)
+            for key in keys:
+                self.all[key].shortages |= tenancy.shortages
         return out
+
+    def settle_abroad(self, rank: RankId, key: TenancyKey) -> None:
+        """Enter where a rank on another host belongs, and what it reaches beyond that."""
+        self.abroad[rank] = key
+        tenancy = self.all[key]
+        known = self.order_of.keys() & tenancy.abroad[rank].groups
+        self._reach(tenancy, rank, known)
+
+    def _reach(self, tenancy: Tenancy, rank: RankId, groups: set[GroupName]) -> None:
+        for group in self.in_order(groups.difference(tenancy.reach)):
+            tenancy.beyond[group] = rank
+            self.by_group[group][tenancy.key] = tenancy
 
     def _forget(self, tenancy: Tenancy) -> None:
         key = tenancy.key
@@ -230,7 +283,9 @@ class Homes:
         for key in list(self.by_job.get(job, ())):
             tenancy = self.all[key]
             gone = (Place.OFF, Place.ON) if abandoned else (Place.OFF,)
-            if tenancy.participant.ranks or tenancy.coordinator.place not in gone:
+            if tenancy.has_ranks or tenancy.participant.busy:
+                continue
+            if tenancy.led_here and tenancy.coordinator.place not in gone:
                 continue
             if tenancy.participant.owes_resume:
                 continue
@@ -260,7 +315,14 @@ class Homes:
             watch = WatchProcess(process=found.process)
             out = [watch, *self.all[key].participant.put(found)]
         self._settle_in(found.process, key)
+        if out:
+            self.tell_arbiters(self.all[key])
         return out
+
+    def tell_arbiters(self, tenancy: Tenancy) -> None:
+        """Let the arbiters elsewhere know whom a tenancy has on the devices of this host."""
+        if not tenancy.led_here:
+            self.untold.update(dict.fromkeys(tenancy.reach))
 
     def regain(self, rank: Rank, key: TenancyKey) -> None:
         """Take a rank back from the journal, into a tenancy that is known."""
@@ -271,9 +333,7 @@ class Homes:
         self.home[process] = key
         tenancy = self.all[key]
         rank = tenancy.participant.ranks[process]
-        for group in self.in_order(self._groups_of(rank.devices).difference(tenancy.reach)):
-            tenancy.beyond[group] = rank.id
-            self.by_group[group][key] = tenancy
+        self._reach(tenancy, rank.id, self._groups_of(rank.devices))
 
     def _home_for(self, job: JobKey, on: set[GroupName]) -> TenancyKey:
         keys = self.by_job.get(job, {})
@@ -325,19 +385,26 @@ class Homes:
         """Whether a tenancy is on its way back to where it was."""
         return self.all[key].coordinator.place is Place.TURNING_BACK
 
-    def holds_still(self, process: ProcessId) -> bool:
-        """Whether a process is a rank that we keep from running."""
-        key = self.home.get(process)
-        if key is None:
+    def tenancy_of(self, rank: RankId) -> Tenancy | None:
+        """Return the tenancy that a process of any host is a rank of, if it is known as one."""
+        key = self.home.get(rank.process) if rank.host == self.host else self.abroad.get(rank)
+        return self.all[key] if key is not None else None
+
+    def holds_still(self, rank: RankId) -> bool:
+        """Whether a process of any host is a rank that we keep from running."""
+        tenancy = self.tenancy_of(rank)
+        if tenancy is None:
             return False
-        rank = self.all[key].participant.ranks[process]
-        return rank.operation is not None or rank.state in (RankState.FROZEN, RankState.PARKED)
+        if (present := tenancy.abroad.get(rank)) is not None:
+            return present.state in _STILL or not tenancy.coordinator.stable
+        known = tenancy.participant.ranks[rank.process]
+        return known.operation is not None or known.state in _STILL
 
     def any_still(self, job: JobKey, groups: Iterable[GroupName]) -> bool:
         """Whether state of a job on any of the groups is frozen, parked or being moved."""
         wanted = set(groups)
         return any(
-            tenancy.participant.ranks and not tenancy.ready and not wanted.isdisjoint(tenancy.reach)
+            tenancy.has_ranks and not tenancy.ready and not wanted.isdisjoint(tenancy.reach)
             for tenancy in self.tenancies_of(job)
         )
 
@@ -347,7 +414,7 @@ class Homes:
         if key is None:
             return False
         rank = self.all[key].participant.ranks[process]
-        return rank.operation is None and rank.state in (RankState.FROZEN, RankState.PARKED)
+        return rank.operation is None and rank.state in _STILL
 
     def add_hooks(self, job: JobKey, session: SessionId) -> None:
         """A session of the job can quiesce and resume."""
@@ -362,3 +429,9 @@ class Homes:
             self.hooks.pop(job, None)
         for key in self.by_job.get(job, ()):
             self.all[key].participant.hook_sessions.pop(session, None)
+
+
+def _best(keys: Sequence[TenancyKey], on: set[GroupName]) -> TenancyKey:
+    """Return which of some tenancies a rank on these groups belongs to: where all of it is."""
+    inside = (key for key in keys if on.issubset(key.groups))
+    return next(inside, None) or max(keys, key=lambda key: len(on.intersection(key.groups)))

@@ -32,6 +32,7 @@ from tsliced.core.events import (
 from tsliced.core.model import (
     Arrival,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     RequestId,
@@ -63,26 +64,28 @@ class Leasing(Turns):
 
     # --- sessions -----------------------------------------------------------------------------
 
-    def on_opened(self, event: SessionOpened) -> None:
-        """Take in a new session."""
+    def on_opened(self, event: SessionOpened, host: HostName | None = None) -> None:
+        """Take in a new session; `host`: of a client there, for which its daemon speaks."""
         session = Session(
             id=event.session,
             job=event.job,
             process=event.process,
             secret=event.secret,
             groups=event.groups,
-            hooks=event.hooks,
+            host=host,
+            hooks=event.hooks and host is None,
             agent=event.agent,
             tool=event.tool,
             heartbeat_s=event.heartbeat_s,
         )
         self.put_session(session)
-        if not session.tool:
+        if not session.tool and host is None:
             self.tenancies.claim(session.process, session.job)
         if not session.tool:
             # A tool opens another session when it comes back, so a restart need not know of it.
             self.out.append(session.record())
-        self.out.append(WatchProcess(process=event.process))
+        if host is None:
+            self.out.append(WatchProcess(process=event.process))
 
     def on_disconnected(self, session_id: SessionId, now: float) -> None:
         """Wait for a client to come back as long as it may."""
@@ -188,14 +191,14 @@ class Leasing(Turns):
         groups = session.groups
         joined: Round | None = None
         if event.request not in session.leases and name not in session.ended:
-            key = self.tenancies.home.get(session.process)
-            if key is None:
+            rank = self.rank_of(session)
+            tenancy = self.tenancies.tenancy_of(rank)
+            if tenancy is None:
                 self.out.append(DeclineTurn(session=session.id, request=event.request))
                 return
-            tenancy = self.tenancies.all[key]
             groups = self.tenancies.in_order(tenancy.reach)
             joined = self._round_to_join(session.job, groups)
-            away = self.tenancies.holds_still(session.process) or not tenancy.coordinator.stable
+            away = self.tenancies.holds_still(rank) or not tenancy.coordinator.stable
             if not away and not (event.leaving and self._may_stay(session.job, groups, joined)):
                 # It runs, and others are to have the devices, or its job has them for long.
                 self.out.append(DeclineTurn(session=session.id, request=event.request))
@@ -262,7 +265,7 @@ class Leasing(Turns):
             return "job_faulted", str(self.explain_fault(session.job, now))
         for key in self.tenancies.by_job.get(session.job, ()):
             tenancy = self.tenancies.all[key]
-            coordinator, shortage = tenancy.coordinator, tenancy.participant.shortage
+            coordinator, shortage = tenancy.coordinator, tenancy.shortage
             stands = coordinator.given_up
             if not (stands or shortage) or set(groups).isdisjoint(key.groups):
                 continue
@@ -444,7 +447,7 @@ class Leasing(Turns):
         if not session.connected:
             # While the connection is down another clock runs.
             return
-        if self.tenancies.holds_still(session.process):
+        if self.tenancies.holds_still(self.rank_of(session)):
             self.await_confirmation(lease, now)
             return
         text = f"its grant was not confirmed within {self.limits.ack_s} s"
@@ -456,7 +459,7 @@ class Leasing(Turns):
         if session is None:
             return
         holds = any(lease.state is LEASE_HELD for lease in session.leases.values())
-        if self.tenancies.holds_still(session.process) and not holds:
+        if self.tenancies.holds_still(self.rank_of(session)) and not holds:
             # It may be our doing that it does not come. But a holder keeps others waiting.
             self.await_return(session_id, now)
             return

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, assert_never, get_args
 
 from tsliced.core.actions import (
     Action,
+    ClientAction,
     DrainRecord,
     Effects,
+    EndSession,
     FaultRecord,
+    ForeignLeaseRecord,
     Grant,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     Note,
@@ -29,6 +33,7 @@ from tsliced.core.actions import (
     ReserveHostMemory,
     RunHooks,
     ScanGroups,
+    Send,
     SessionEndedRecord,
     SessionRecord,
     StartOperation,
@@ -78,7 +83,10 @@ from tsliced.core.events import (
     TimePassed,
     WatchdogTold,
 )
+from tsliced.core.fronting import Fronting
+from tsliced.core.hosts import Hosts
 from tsliced.core.leasing import Leasing
+from tsliced.core.links import Links
 from tsliced.core.losses import Losses
 from tsliced.core.model import (
     Cause,
@@ -89,12 +97,13 @@ from tsliced.core.model import (
     JobKey,
     LeaseId,
     OpId,
+    RankId,
     Reason,
     Verb,
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Fifo, Policy
-from tsliced.core.reconfiguring import bounds_of, longest_holds, reconfigure
+from tsliced.core.reconfiguring import bounds_of, hosts_of, longest_holds, reconfigure
 from tsliced.core.remains import Remains
 from tsliced.core.rounds import RoundState
 from tsliced.core.signals import Effect
@@ -119,8 +128,12 @@ RECORDS = (
     DrainRecord,
     StrangerRecord,
     RemainsRecord,
+    ForeignLeaseRecord,
+    HostRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
+
+_IS_FOR_CLIENTS = frozenset(get_args(ClientAction))
 
 _make_effects = maker(Effects)
 
@@ -158,8 +171,11 @@ class Machine:
             generation=config.generation, ceiling=config.ceiling, block=limits.block
         )
         self.timers: Timers[TimerKey] = Timers()
+        links = Links()
         self.tenancies = Inhabitants(
             host=config.host,
+            links=links,
+            hosts_of=hosts_of(config),
             group_of={device: g.name for g in config.groups for device in g.devices},
             order_of={group.name: i for i, group in enumerate(config.groups)},
             numbers=self.numbers,
@@ -176,6 +192,7 @@ class Machine:
                     bounds=bounds,
                 )
                 for group in config.groups
+                if group.arbiter(config.host) == config.host
             },
             tenancies=self.tenancies,
             numbers=self.numbers,
@@ -192,6 +209,18 @@ class Machine:
             ending=self.ending,
         )
         self.leasing.is_orphaned = self.remains.is_orphaned
+        self.fronting = Fronting(books=self.leasing, links=links)
+        self.hosts = Hosts(
+            links=links,
+            leasing=self.leasing,
+            tenancies=self.tenancies,
+            fronting=self.fronting,
+            remains=self.remains,
+            ending=self.ending,
+        )
+        self.hosts.look_for_silence()
+        #: Groups of arbiters on other hosts.
+        self.elsewhere = frozenset(self.tenancies.order_of) - self.leasing.arbiters.keys()
         #: Records that the journal does not have and should.
         self.unwritten = Unwritten()
         self.losses = Losses(tenancies=self.tenancies, granting=self.leasing)
@@ -233,20 +262,25 @@ class Machine:
         leasing, tenancies = self.leasing, self.tenancies
         match event:
             case AcquireRequested():
-                leasing.on_acquire(event, now)
+                if not (self.elsewhere and self._ask_elsewhere(event, now)):
+                    leasing.on_acquire(event, now)
             case ReleaseRequested():
-                leasing.on_release(event, now)
+                if not (self.fronting.leases and self.fronting.release(event)):
+                    leasing.on_release(event, now)
             case GrantConfirmed():
-                leasing.on_confirmed(event)
-            case SignOfLife(session=session):
-                leasing.on_sign_of_life(session, now)
+                if not (self.fronting.leases and self.fronting.confirm(event)):
+                    leasing.on_confirmed(event)
             case WatchdogTold():
                 leasing.on_watchdog(event)
-            case LastTurnRequested():
-                leasing.on_last_turn(event, now)
-            case CancelRequested():
-                leasing.on_cancel(event, now)
-            case SessionOpened() | SessionDisconnected() | SessionResumed() | SessionClosed():
+            case (
+                SessionOpened()
+                | SessionDisconnected()
+                | SessionResumed()
+                | SessionClosed()
+                | SignOfLife()
+                | LastTurnRequested()
+                | CancelRequested()
+            ):
                 self._on_session(event, now)
             case OperationFinished():
                 self._on_operation(event, now)
@@ -281,16 +315,31 @@ class Machine:
             case Reconfigured():
                 reconfigure(self, event)
             case PeerConnected() | PeerDisconnected() | PeerLost() | HostDied() | PeerSaid():
-                pass
+                self.hosts.on_event(event, now)
             case _:
                 assert_never(event)
 
     def _on_session(
         self,
-        event: SessionOpened | SessionDisconnected | SessionResumed | SessionClosed,
+        event: SessionOpened
+        | SessionDisconnected
+        | SessionResumed
+        | SessionClosed
+        | SignOfLife
+        | LastTurnRequested
+        | CancelRequested,
         now: float,
     ) -> None:
         match event:
+            case SignOfLife(session=session):
+                self.leasing.on_sign_of_life(session, now)
+                self.fronting.show_life(event)
+            case LastTurnRequested():
+                if not (self.elsewhere and self._ask_elsewhere(event, now)):
+                    self.leasing.on_last_turn(event, now)
+            case CancelRequested():
+                if not self.fronting.cancel(event):
+                    self.leasing.on_cancel(event, now)
             case SessionOpened(job=job):
                 self.leasing.on_opened(event)
                 self.remains.on_opened(job)
@@ -302,6 +351,24 @@ class Machine:
                 self.leasing.end_session(session, "it was closed", now)
             case _:
                 assert_never(event)
+
+    def _ask_elsewhere(self, event: AcquireRequested | LastTurnRequested, now: float) -> bool:
+        """Pass a wish on to the arbiter that it concerns, if that is on another host."""
+        session = self.leasing.sessions.get(event.session)
+        if session is None:
+            return False
+        if isinstance(event, AcquireRequested):
+            groups = event.groups or session.groups
+            first = groups[0] if groups else None
+            arbiter = self.tenancies.arbiter_of(first) if first in self.elsewhere else None
+        else:
+            tenancy = self.tenancies.tenancy_of(self.leasing.rank_of(session))
+            arbiter = tenancy.lead if tenancy is not None and not tenancy.led_here else None
+        if arbiter is None:
+            return False
+        session.heard_at = session.asked_at = now
+        self.fronting.ask(event, arbiter, now)
+        return True
 
     def _settle(self, now: float) -> None:
         """Deliver what coordinators had to say, then bring the clocks up to date."""
@@ -322,6 +389,12 @@ class Machine:
             leasing.left.clear()
         if tenancies.touched:
             self._set_barriers()
+        if leasing.gone:
+            for session in leasing.gone:
+                self.fronting.on_ended(session)
+            leasing.gone.clear()
+        if tenancies.untold:
+            self.hosts.tell_presence()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
             leasing.out.append(ask)
 
@@ -347,10 +420,13 @@ class Machine:
     def _effects(self, out: list[Effect], *, add_unwritten: bool) -> Effects:
         records: list[Record] = []
         actions: list[Action] = []
+        foreign = self.leasing.foreign
         for effect in out:
             kind = effect.__class__
             if kind in _IS_RECORD:
                 records.append(effect)  # type: ignore[arg-type]  # that is what was asked
+            elif foreign and kind in _IS_FOR_CLIENTS and effect.session in foreign:  # type: ignore[union-attr]
+                actions += self._tell_abroad(effect)  # type: ignore[arg-type]  # as was asked
             else:
                 actions.append(effect)  # type: ignore[arg-type]  # signals never come this far
                 if kind is StartOperation:
@@ -358,6 +434,13 @@ class Machine:
         if self.unwritten and records and add_unwritten:
             records = self.unwritten.take_with(records)
         return _make_effects(records=tuple(records), actions=tuple(actions))
+
+    def _tell_abroad(self, action: ClientAction) -> list[Action]:
+        """Return how a client of another host is told: by its front, if that is there."""
+        host = self.leasing.foreign[action.session]
+        if isinstance(action, EndSession):
+            del self.leasing.foreign[action.session]
+        return [Send(host=host, message=action)] if host in self.hosts.links.up else []
 
     # --- events that concern several machines -------------------------------------------------
 
@@ -389,15 +472,15 @@ class Machine:
         leasing, process = self.leasing, event.process
         self.ending.on_exit(process)
         text = f"its process {process.pid} ended"
-        key = self.tenancies.home.get(process)
-        reach = self.tenancies.all[key].reach if key is not None else ()
+        rank = RankId(self.config.host, process)
+        tenancy = self.tenancies.tenancy_of(rank)
+        reach = tenancy.reach if tenancy is not None else ()
         # First the rank: the lease's end may choose the next round, which evicts what is left.
         leasing.out += self.tenancies.on_exit(process, now=now)
         for session in list(leasing.by_process.get(process, ())):
             leasing.end_session(session, text, now)
-        if key is not None:
-            leasing.on_rank_gone(key, reach, process)
-            self.remains.on_rank_gone(key, process, now)
+        if tenancy is not None:
+            self.hosts.on_rank_gone(tenancy.key, reach, rank, now)
 
     def _on_numbers(self, event: NumbersReserved, now: float) -> None:
         self.numbers.on_reserved(event)
@@ -438,6 +521,7 @@ class Machine:
             match kind:
                 case TimerKind.ACQUIRE:
                     leasing.on_acquire_due(id_, now)  # type: ignore[arg-type]  # by kind
+                    self.fronting.on_acquire_due(id_, now)  # type: ignore[arg-type]
                 case TimerKind.CONFIRM:
                     leasing.on_confirm_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.GRACE:
@@ -464,6 +548,8 @@ class Machine:
                     self.barriers.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.UNTOLD:
                     leasing.on_untold_due(now)
+                case TimerKind.ALONE:
+                    self.hosts.on_alone_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.STUCK:
                     self.alarms.on_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.NUMBERS:
@@ -508,7 +594,8 @@ class Machine:
         self.leasing.tell_moving(event.failure)
 
     def _fail_operation(self, start: StartOperation, reason: Reason, now: float) -> None:
-        rank = self.tenancies.all[start.tenancy].participant.ranks[start.rank.process]
+        key = self.tenancies.home[start.rank.process]
+        rank = self.tenancies.all[key].participant.ranks[start.rank.process]
         failed = Reason(cause=Cause.JOURNAL, text=reason.text, rank=start.rank)
         finished = OperationFinished(
             op=start.op, rank=start.rank, observed=rank.state, failure=failed

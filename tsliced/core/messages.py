@@ -15,7 +15,15 @@ from typing import TypeAlias
 
 from tsliced.core.actions import ClientAction
 from tsliced.core.events import ClientEvent
-from tsliced.core.model import GroupName, JobKey, LeaseId, ProcessId, RankState, SessionId
+from tsliced.core.model import (
+    GroupName,
+    JobKey,
+    LeaseId,
+    ProcessId,
+    RankId,
+    RankState,
+    SessionId,
+)
 from tsliced.core.signals import Order, Report
 from tsliced.core.value import value
 
@@ -55,10 +63,41 @@ class Presence:
 
     group: GroupName
     ranks: tuple[PresentRank, ...]
-    #: Jobs that could not be parked here, and why.
+    #: Jobs of these ranks that have a client on that host.
+    clients: tuple[JobKey, ...]
+    #: Jobs that could not be parked there, and why.
     shortages: tuple[tuple[JobKey, str], ...]
 
 
+@value
+class RankGone:
+    """A rank of a job died, on whatever host: those that are left may wait for it for ever."""
+
+    job: JobKey
+    groups: tuple[GroupName, ...]
+    rank: RankId
+
+
+@value
+class EndJob:
+    """All processes of a job are to be ended, for an operator or its own user."""
+
+    job: JobKey
+    #: Why, for the log.
+    text: str
+    grace_s: float
+    #: Who gets it tells the other hosts that it knows to have a part of the job.
+    onward: bool
+
+
 PeerMessage: TypeAlias = (
-    LiveSessions | HeldLeases | Presence | Order | Report | ClientEvent | ClientAction
+    LiveSessions
+    | HeldLeases
+    | Presence
+    | RankGone
+    | EndJob
+    | Order
+    | Report
+    | ClientEvent
+    | ClientAction
 )

@@ -161,6 +161,7 @@ class Cause(Enum):
     DRAINED = "drained"
     DEVICE_LOST = "device_lost"
     WATCHDOG = "watchdog"
+    HOST_LOST = "host_lost"
 
 
 #: Causes that another try cannot mend.
@@ -230,6 +231,10 @@ class GroupConfig:
     hosts: tuple[HostName, ...] = ()
     #: Longest hold while others wait; None: `CoreLimits.max_hold_s`.
     max_hold_s: float | None = None
+
+    def arbiter(self, here: HostName) -> HostName:
+        """Return the host that arbitrates it, as seen from the host `here`."""
+        return self.hosts[0] if self.hosts else here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from tsliced.core.model import (
     Cause,
     CoreLimits,
     DeviceId,
+    Epoch,
     FoundRank,
     Goal,
     GroupName,
@@ -73,6 +74,8 @@ class Pending:
     op: OpId
     step: Step
     order: Order
+    #: HOOKS: they are told to resume, not to quiesce.
+    resumes: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +100,11 @@ class Participant:
     away: bool = True
     #: Why its ranks could not be snapshotted if somebody waited for their devices.
     shortage: Reason | None = None
+    #: The epoch in which it thawed by itself what it was to freeze.
+    alone: Epoch | None = None
     _failure: Reason | None = None
+    #: A thaw has failed since the order's epoch began.
+    _thaw_failed: bool = False
     _done: set[Step] = field(default_factory=set)
     _scans: int = 0
     #: Seen on the devices before the move, with no process listed for it: bytes by device.
@@ -114,7 +121,7 @@ class Participant:
         if self.order is not None and order.stamp == self.order.stamp:
             return [self.answer] if self.answer else []
         if self.order is None or order.stamp.epoch != self.order.stamp.epoch:
-            self._failure = None
+            self._failure, self._thaw_failed = None, False
             self._unlisted = {}
         self.order, self.answer = order, None
         # What is to be frozen is on its devices, and goes back to where it was.
@@ -125,6 +132,15 @@ class Participant:
             self._reserved.clear()
         self._done.clear()
         self._scans = 0
+        return self._drive(now)
+
+    def thaw_alone(self, *, now: float) -> list[Effect]:
+        """Let what is frozen run: whoever ordered it is silent. That epoch is answered CANNOT."""
+        order = self.order
+        if order is None or order.goal is not Goal.FROZEN or self.alone == order.stamp.epoch:
+            return []
+        self.alone, self.answer = order.stamp.epoch, None
+        self._fail(Reason(cause=Cause.SILENT, text="it thawed alone: its coordinator was silent"))
         return self._drive(now)
 
     def on_scanned(self, event: GroupsScanned, *, now: float) -> list[Effect]:
@@ -153,6 +169,7 @@ class Participant:
             out.append(rank.record(self.tenancy))
             if event.failure and self.order and self.order.stamp.epoch == operation.epoch:
                 self._fail(event.failure)
+                self._thaw_failed |= operation.verb is Verb.THAW
         return out + self._drive(now)
 
     def on_rank_exited(self, process: ProcessId, *, now: float) -> list[Effect]:
@@ -219,6 +236,9 @@ class Participant:
         order = self.order
         if order is None or self.answer is not None or self.busy:
             return []
+        runs_alone = self.alone == order.stamp.epoch and not self._thaw_failed
+        if runs_alone and (out := self._thaw_and_resume(order, now)):
+            return out
         if self._failure is not None:
             return self._give_answer(order)
         if unknown := self._in_state(RankState.UNKNOWN):
@@ -288,14 +308,19 @@ class Participant:
             text = "it is still parked while others are to run"
             self._fail(Reason(cause=Cause.DRIVER, text=text, rank=parked[0].id))
             return []
-        if frozen := self._in_state(RankState.FROZEN):
-            return [effect for rank in frozen for effect in self._start(rank, Verb.THAW, now)]
-        if self.owes_resume:
-            return [self._run_hooks(order, quiesce=False)]
+        if out := self._thaw_and_resume(order, now):
+            return out
         self.quiesced = False
         settle = SettleHostMemory(tenancy=self.tenancy, parked=False)
         free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
         return [settle, free, *self._give_answer(order)]
+
+    def _thaw_and_resume(self, order: Order, now: float) -> list[Effect]:
+        if frozen := self._in_state(RankState.FROZEN):
+            return [effect for rank in frozen for effect in self._start(rank, Verb.THAW, now)]
+        if self.owes_resume:
+            return [self._run_hooks(order, quiesce=False)]
+        return []
 
     def _start_disjoint(self, ranks: list[Rank], verb: Verb, now: float) -> list[Effect]:
         """Start `verb` on as many of the ranks as share no device with another."""
@@ -330,9 +355,9 @@ class Participant:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _begin(self, order: Order, step: Step) -> OpId:
+    def _begin(self, order: Order, step: Step, *, resumes: bool = False) -> OpId:
         op = self.numbers.take_op()
-        self.pending = Pending(op=op, step=step, order=order)
+        self.pending = Pending(op=op, step=step, order=order, resumes=resumes)
         return op
 
     def _scan(self, order: Order, step: Step) -> Effect:
@@ -369,7 +394,7 @@ class Participant:
 
     def _run_hooks(self, order: Order, *, quiesce: bool) -> Effect:
         return RunHooks(
-            op=self._begin(order, Step.HOOKS),
+            op=self._begin(order, Step.HOOKS, resumes=not quiesce),
             tenancy=self.tenancy,
             sessions=tuple(self.hook_sessions),
             quiesce=quiesce,
@@ -385,7 +410,7 @@ class Participant:
         self.pending = None
         if pending.step is Step.RESERVE and failure and pending.order.goal is not Goal.RESTORED:
             self._reserved.clear()
-        if pending.step is Step.HOOKS and pending.order.goal is Goal.ON:
+        if pending.resumes:
             # A job that cannot resume is not frozen again for it: it runs.
             self.quiesced, failure = False, None
         if pending.order != self.order:

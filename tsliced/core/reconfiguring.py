@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tsliced.core.arbiter import Arbiter
-from tsliced.core.model import CoreLimits, GroupConfig, GroupName
+from tsliced.core.model import CoreLimits, GroupConfig, GroupName, HostName
 from tsliced.core.policy import FairnessBounds, Fifo
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ def longest_holds(config: MachineConfig) -> dict[GroupName, float]:
     return {name: limit for name, limit in limits if limit is not None}
 
 
+def hosts_of(config: MachineConfig) -> dict[GroupName, tuple[HostName, ...]]:
+    """Return the hosts of each group, its arbiter first."""
+    return {group.name: group.hosts or (config.host,) for group in config.groups}
+
+
 def objections(machine: Machine, groups: tuple[GroupConfig, ...]) -> Iterator[str]:
     """Yield what stands in the way of having `groups` instead of those that are there."""
     new = {group.name: group for group in groups}
@@ -46,6 +51,8 @@ def objections(machine: Machine, groups: tuple[GroupConfig, ...]) -> Iterator[st
             yield f"group {group.name} cannot be removed: {user}"
         elif set(new[group.name].devices) != set(group.devices):
             yield f"group {group.name} cannot get other devices: {user}"
+        elif new[group.name].hosts != group.hosts:
+            yield f"group {group.name} cannot get other hosts: {user}"
         else:
             staying.append(group.name)
     if staying != [name for name in new if name in staying]:
@@ -66,7 +73,8 @@ def reconfigure(machine: Machine, event: Reconfigured) -> None:
     assert not any(objections(machine, event.groups)), "nothing in use changes under its users"
     leasing, tenancies, old = machine.leasing, machine.tenancies, machine.config
     machine.config = replace(old, groups=event.groups, limits=event.limits)
-    names = [group.name for group in event.groups]
+    here = machine.config.host
+    names = [group.name for group in event.groups if group.arbiter(here) == here]
     bounds = bounds_of(event.limits)
     arbiters = {
         name: leasing.arbiters.get(name)
@@ -76,9 +84,12 @@ def reconfigure(machine: Machine, event: Reconfigured) -> None:
     for arbiter in arbiters.values():
         arbiter.bounds = bounds
     leasing.arbiters = arbiters
-    tenancies.by_group = {name: tenancies.by_group.get(name, {}) for name in names}
+    tenancies.by_group = {g.name: tenancies.by_group.get(g.name, {}) for g in event.groups}
+    tenancies.hosts_of = hosts_of(machine.config)
     tenancies.group_of = {device: g.name for g in event.groups for device in g.devices}
-    tenancies.order_of = {name: place for place, name in enumerate(names)}
+    tenancies.order_of = {group.name: place for place, group in enumerate(event.groups)}
+    machine.elsewhere = frozenset(tenancies.order_of) - arbiters.keys()
+    machine.hosts.look_for_silence()
     leasing.limits = tenancies.limits = machine.alarms.limits = event.limits
     machine.remains.limits = event.limits
     leasing.max_hold_s = longest_holds(machine.config)

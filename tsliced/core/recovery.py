@@ -7,12 +7,14 @@ their clients come back, and whoever waited waits at the same place: `Started` s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -26,6 +28,7 @@ from tsliced.core.actions import (
     TenancyRecord,
 )
 from tsliced.core.coordinator import NO_STAMP, Place
+from tsliced.core.fronting import ForeignLease
 from tsliced.core.machine import Machine
 from tsliced.core.model import Goal, RankState, RoundId
 from tsliced.core.rank import Rank
@@ -66,6 +69,10 @@ def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
                 assert drain is not None, "a drain that is over is not kept"
                 if group in machine.leasing.arbiters:
                     machine.leasing.drains[group] = drain
+            case ForeignLeaseRecord():
+                state.foreign.append(record)
+            case HostRecord(host=host, boot=boot):
+                machine.hosts.links.boots[host] = boot
             case SessionEndedRecord() | TenancyEndedRecord() | RankEndedRecord():
                 raise AssertionError("a journal's state has no ends in it")
             case _:
@@ -82,6 +89,7 @@ class _State:
     tenancies: list[TenancyRecord] = field(default_factory=list)
     ranks: list[RankRecord] = field(default_factory=list)
     leases: list[LeaseRecord] = field(default_factory=list)
+    foreign: list[ForeignLeaseRecord] = field(default_factory=list)
 
     def put_into(self, machine: Machine, now: float) -> None:
         for session in self.sessions:
@@ -97,12 +105,14 @@ class _State:
         for rank in self.ranks:
             _rank(machine, rank)
         for known in machine.tenancies.all.values():
-            if not known.participant.ranks:
+            if not known.participant.ranks and len(known.coordinator.hosts) == 1:
                 # Whether it is alone on its devices is looked at when its job is let on again.
                 known.coordinator.place, known.participant.away = Place.OFF, True
         # Holders first: they have their groups before anybody is put into a queue.
         for lease in sorted(self.leases, key=lambda r: (not r.tokens, r.place, r.lease)):
             _lease(machine, lease, now)
+        for foreign in self.foreign:
+            _foreign_lease(machine, foreign)
 
 
 def _session(machine: Machine, record: SessionRecord, now: float) -> None:
@@ -116,19 +126,21 @@ def _session(machine: Machine, record: SessionRecord, now: float) -> None:
             hooks=record.hooks,
             agent=record.agent,
             heartbeat_s=record.heartbeat_s,
+            host=record.host,
             connected=False,
             regained=True,
         )
     )
-    machine.leasing.await_return(record.session, now)
+    if record.host is None:
+        machine.leasing.await_return(record.session, now)
 
 
 def _tenancy(machine: Machine, record: TenancyRecord, now: float) -> None:
-    if any(group not in machine.leasing.arbiters for group in record.tenancy.groups):
+    if any(group not in machine.tenancies.order_of for group in record.tenancy.groups):
         # The configuration no longer has the group; its ranks are found again by a scan.
         return
     place = Place.OFF if record.goal is Goal.OFF else Place.ON
-    tenancy = machine.tenancies.make(record.tenancy, place)
+    tenancy = machine.tenancies.make(record.tenancy, place, record.lead)
     coordinator, participant = tenancy.coordinator, tenancy.participant
     coordinator.stamp, coordinator.goal = record.stamp, record.goal
     coordinator.pinned, coordinator.stopped_at = record.pinned, now
@@ -153,7 +165,7 @@ def rank_of(record: RankRecord) -> Rank:
 def _rank(machine: Machine, record: RankRecord) -> None:
     tenancies = machine.tenancies
     if record.tenancy not in tenancies.all:
-        if any(group not in machine.leasing.arbiters for group in record.tenancy.groups):
+        if any(group not in tenancies.order_of for group in record.tenancy.groups):
             return
         tenancies.make(record.tenancy, Place.ON)
     tenancies.regain(rank_of(record), record.tenancy)
@@ -189,6 +201,21 @@ def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:
         queued=True,
     )
     leasing.put_lease(session, lease, _round(machine, record, session, now))
+
+
+def _foreign_lease(machine: Machine, record: ForeignLeaseRecord) -> None:
+    assert record.arbiter is not None, "a lease that is over is not kept"
+    if record.session not in machine.leasing.sessions:
+        # Its end could not be written.
+        machine.unwritten.add([replace(record, arbiter=None)])
+        return
+    machine.fronting.leases[record.lease] = ForeignLease(
+        id=record.lease,
+        session=record.session,
+        request=record.request,
+        arbiter=record.arbiter,
+        tokens=record.tokens,
+    )
 
 
 def _end_of(record: LeaseRecord) -> LeaseEndedRecord:

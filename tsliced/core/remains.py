@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 from tsliced.core.actions import Note, RemainsRecord
 from tsliced.core.ending import Ending
 from tsliced.core.leasing import Leasing
-from tsliced.core.model import CoreLimits, JobKey, ProcessId, TenancyKey
+from tsliced.core.model import (
+    CoreLimits,
+    GroupName,
+    HostName,
+    JobKey,
+    ProcessId,
+    RankId,
+    TenancyKey,
+)
 from tsliced.core.remedies import out_of_orphan
 from tsliced.core.sessions import LeaseState
 from tsliced.core.strangers import Inhabitants
@@ -55,12 +63,18 @@ class Remains:
     limits: CoreLimits
     ending: Ending
     jobs: dict[JobKey, Remnant] = field(default_factory=dict)
+    #: By host and group: jobs with ranks and a client there.
+    clients_abroad: dict[tuple[HostName, GroupName], frozenset[JobKey]] = field(
+        default_factory=dict
+    )
 
     # --- orphans ------------------------------------------------------------------------------
 
     def on_left(self, job: JobKey, now: float) -> None:
         """The last session of a job ended."""
-        if self._has_client(job) or not self._ranks_of(job):
+        led = any(tenancy.led_here for tenancy in self.tenancies.tenancies_of(job))
+        if self._has_client(job) or not led or not self._ranks_of(job):
+            # Where it is led from, all its clients are known.
             return
         remnant = self.jobs.setdefault(job, Remnant())
         if remnant.orphaned_at is None:
@@ -80,20 +94,30 @@ class Remains:
         remnant = self.jobs.get(job)
         return remnant is not None and remnant.named
 
-    def _has_client(self, job: JobKey) -> bool:
-        return any(not session.tool for session in self.leasing.sessions_of(job))
+    def has_client_here(self, job: JobKey) -> bool:
+        """Whether a client of a job is connected to this host."""
+        sessions = self.leasing.sessions_of(job)
+        return any(not session.tool and session.host is None for session in sessions)
 
-    def _ranks_of(self, job: JobKey) -> list[ProcessId]:
+    def _has_client(self, job: JobKey) -> bool:
+        if any(not session.tool for session in self.leasing.sessions_of(job)):
+            return True
+        return any(job in jobs for jobs in self.clients_abroad.values())
+
+    def _ranks_of(self, job: JobKey) -> list[RankId]:
         if job in self.tenancies.stranger_jobs:
             # It never had a client.
             return []
-        return [rank.id.process for rank in self.tenancies.ranks_of_job(job) if not rank.exited]
+        here = [rank.id for rank in self.tenancies.ranks_of_job(job) if not rank.exited]
+        tenancies = self.tenancies.tenancies_of(job)
+        return [*here, *(rank for tenancy in tenancies for rank in tenancy.abroad)]
 
     # --- survivors ----------------------------------------------------------------------------
 
-    def on_rank_gone(self, key: TenancyKey, process: ProcessId, now: float) -> None:
-        """A rank died."""
+    def on_rank_gone(self, key: TenancyKey, gone: RankId, now: float) -> None:
+        """A rank died, here or on another host; only those of this host are looked after here."""
         job = key.job
+        process = gone.process if gone.host == self.tenancies.host else None
         tenancy = self.tenancies.all.get(key)
         ranks = tenancy.participant.ranks.values() if tenancy is not None else ()
         left = {rank.id.process: None for rank in ranks if not rank.exited}
@@ -107,11 +131,13 @@ class Remains:
             facts: dict[str, str | int | float | bool | None] = {
                 "job": str(job),
                 "groups": ",".join(key.groups),
-                "pid": process.pid,
+                "pid": gone.process.pid,
+                "host": None if process is not None else gone.host,
                 "left": len(left),
             }
             self.leasing.out.append(Note(kind="rank_lost", level="info", facts=facts))
-        remnant.survivors.pop(process, None)
+        if process is not None:
+            remnant.survivors.pop(process, None)
         if not self._ranks_of(job):
             remnant.orphaned_at, remnant.named = None, False
         self._settle(job, remnant, changed=True)
@@ -143,7 +169,8 @@ class Remains:
         """After a restart: let the clocks run anew, and forget what died meanwhile unseen."""
         for job, remnant in list(self.jobs.items()):
             alive = self._ranks_of(job)
-            remnant.survivors = {p: None for p in remnant.survivors if p in alive}
+            here = {rank.process for rank in alive if rank.host == self.tenancies.host}
+            remnant.survivors = {p: None for p in remnant.survivors if p in here}
             remnant.lost_at = now
             if remnant.orphaned_at is not None:
                 remnant.orphaned_at = now if alive and not self._has_client(job) else None
@@ -188,7 +215,7 @@ class Remains:
             return
         if not remnant.named and now >= at + ORPHAN_DELAY_S:
             remnant.named = True
-            pids = ",".join(str(process.pid) for process in self._ranks_of(job))
+            pids = ",".join(str(rank.process.pid) for rank in self._ranks_of(job))
             facts: dict[str, str | int | float | bool | None] = {
                 "job": str(job),
                 "pids": pids,

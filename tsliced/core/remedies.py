@@ -62,6 +62,11 @@ def out_of_hang(job: JobKey) -> str:
     return f"wait for it, or end its processes (tslicectl kill {job}): the call ends with them"
 
 
+def out_of_silence() -> str:
+    """Return what helps where a host of a group is not there."""
+    return "see tslicectl show host; if it is gone for good, an operator can say so"
+
+
 def out_of_loss() -> str:
     """Return what helps where a device is lost."""
     return "see the kernel's log for Xid errors; reset the device (nvidia-smi -r) or reboot"

@@ -14,6 +14,7 @@ from tsliced.core.actions import LeaseEndedRecord, LeaseRecord, SessionRecord
 from tsliced.core.model import (
     Arrival,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     ProcessId,
@@ -99,6 +100,8 @@ class Session:
     secret: bytes
     #: Groups that it may lease, in the configured order.
     groups: tuple[GroupName, ...]
+    #: Where its client is, if that is not here: its front speaks for it.
+    host: HostName | None = None
     hooks: bool = False
     agent: bool = False
     #: It only asks questions; not kept, since it ends with its connection.
@@ -134,6 +137,7 @@ class Session:
             hooks=self.hooks,
             agent=self.agent,
             heartbeat_s=self.heartbeat_s,
+            host=self.host,
         )
 
     def remember(

@@ -6,17 +6,20 @@ beyond that is left in `signals`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from tsliced.core.abroad import Abroad
 from tsliced.core.actions import (
     ReserveDeviceMemory,
     ReserveHostMemory,
     RunHooks,
     ScanGroups,
+    Send,
     StartOperation,
 )
+from tsliced.core.coordinator import NO_STAMP, Place
 from tsliced.core.events import (
     GroupsScanned,
     HooksRun,
@@ -24,8 +27,17 @@ from tsliced.core.events import (
     MemoryReserved,
     OperationFinished,
 )
-from tsliced.core.homes import Homes
-from tsliced.core.model import Cause, FoundRank, JobKey, OpId, ProcessId, RankState, TenancyKey
+from tsliced.core.model import (
+    Cause,
+    FoundRank,
+    HostName,
+    JobKey,
+    OpId,
+    ProcessId,
+    RankId,
+    RankState,
+    TenancyKey,
+)
 from tsliced.core.signals import (
     AdmissionFailed,
     Admitted,
@@ -42,7 +54,7 @@ Outcome = Evicted | EvictionFailed | Admitted | AdmissionFailed | Blocked
 
 
 @dataclass(slots=True, kw_only=True)
-class Tenancies(Homes):
+class Tenancies(Abroad):
     """Tenancies that can be moved. Mutate it only through its methods."""
 
     #: Steps in flight, and operations with the process that they are for.
@@ -54,17 +66,26 @@ class Tenancies(Homes):
 
     def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Take a stable tenancy off."""
-        self.touched[key] = None
         tenancy = self.all[key]
-        ranks = len(tenancy.participant.ranks)
+        if self._is_beyond_reach(tenancy):
+            return []
+        self.touched[key] = None
+        by_host = Counter(rank.host for rank, _ in tenancy.ranks())
+        ranks = max(by_host.values(), default=0)
         return self.run(tenancy.coordinator.evict(now=now, ranks=ranks), now)
 
     def admit(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Bring a stable tenancy on."""
-        self.touched[key] = None
         tenancy = self.all[key]
-        parked = any(r.state is RankState.PARKED for r in tenancy.participant.ranks.values())
+        if self._is_beyond_reach(tenancy):
+            return []
+        self.touched[key] = None
+        parked = any(state is RankState.PARKED for _, state in tenancy.ranks())
         return self.run(tenancy.coordinator.admit(now=now, parked=parked), now)
+
+    def _is_beyond_reach(self, tenancy: Tenancy) -> bool:
+        """Whether a move must not begin: a host that takes part in it is silent."""
+        return not self.links.lost.isdisjoint(tenancy.coordinator.hosts)
 
     def take_back(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Turn back an eviction that nobody needs any more."""
@@ -75,10 +96,17 @@ class Tenancies(Homes):
         """After a restart: find out where all ranks are."""
         out: list[Effect] = []
         for key, tenancy in self.all.items():
-            if tenancy.participant.ranks:
+            if not tenancy.led_here:
+                out += self.run([self.look(key)], now)
+            elif tenancy.participant.ranks or len(tenancy.coordinator.hosts) > 1:
                 self.touched[key] = None
                 out += self.run(tenancy.coordinator.ask(now=now), now)
         return out
+
+    def ask(self, key: TenancyKey, *, now: float) -> list[Effect]:
+        """Find out where the ranks of a stable tenancy are, and bring it to one place."""
+        self.touched[key] = None
+        return self.run(self.all[key].coordinator.ask(now=now), now)
 
     def clear(self, job: JobKey, *, now: float) -> list[Effect]:
         """Try again what a job's tenancies were given up on."""
@@ -95,6 +123,54 @@ class Tenancies(Homes):
             self.touched[key] = None
             out += self.run(self.all[key].coordinator.hurry(now=now), now)
         return out
+
+    # --- other hosts --------------------------------------------------------------------------
+
+    def on_order(self, order: Order, lead: HostName, *, now: float) -> list[Effect]:
+        """Take an order of another host's coordinator."""
+        if order.host != self.host:
+            return []
+        out: list[Effect] = []
+        if self.take_in(order, lead, out) is None:
+            return []
+        return self.run([*out, order], now)
+
+    def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
+        """Take another host's answer to an order of a coordinator of this one."""
+        tenancy = self.all.get(report.tenancy)
+        if report.host != host or tenancy is None or not tenancy.led_here:
+            return []
+        self.see_abroad(host, report.states)
+        return self.run([report], now)
+
+    def remind(self, host: HostName) -> list[Effect]:
+        """Return the orders that a host has not answered, to be told again."""
+        return [
+            Send(host=host, message=order)
+            for tenancy in self.all.values()
+            for order in tenancy.coordinator.order_for(host)
+        ]
+
+    def on_host_gone(self, host: HostName, *, now: float) -> list[Effect]:
+        """A host is lost, or dead: no move waits for what it will not do."""
+        out: list[Effect] = []
+        for key, tenancy in list(self.all.items()):
+            if host in tenancy.coordinator.hosts:
+                self.touched[key] = None
+                out += self.run(tenancy.coordinator.on_host_gone(now=now), now)
+        return out
+
+    def on_rank_gone_abroad(self, rank: RankId, *, now: float) -> list[Effect]:
+        """A rank on another host is gone."""
+        tenancy = self.all[self.abroad.pop(rank)]
+        del tenancy.abroad[rank]
+        return self._on_rank_gone(tenancy, rank, now)
+
+    def thaw_alone(self, key: TenancyKey, *, now: float) -> list[Effect]:
+        """Let ranks run whose freeze was ordered by a coordinator that is silent."""
+        return self.run(self.all[key].participant.thaw_alone(now=now), now)
+
+    # --- events -------------------------------------------------------------------------------
 
     def on_barrier(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """A coordinator's deadline came."""
@@ -115,7 +191,9 @@ class Tenancies(Homes):
     def on_scanned(self, event: GroupsScanned, *, now: float) -> list[Effect]:
         """Take in who is on the devices, then let the one who asked go on."""
         out = self.observe(event.found)
-        tenancy = self.all[self.steps.pop(event.op)]
+        if (tenancy := self.all.get(self.steps.pop(event.op))) is None:
+            # It has become a part of another one since.
+            return out
         if any(found.state is RankState.PARKED for found in event.found):
             tenancy.coordinator.on_parked_found()
         event = replace(event, found=tuple(self._identified(event.found, tenancy.key)))
@@ -141,6 +219,7 @@ class Tenancies(Homes):
         if (tenancy := self.all.get(event.tenancy)) is None:
             return []
         tenancy.participant.shortage = event.failure
+        self.tell_arbiters(tenancy)
         pinned = tenancy.coordinator.pinned
         if event.failure or pinned is None or pinned.cause is not Cause.NO_HOST_MEMORY:
             return []
@@ -150,16 +229,19 @@ class Tenancies(Homes):
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Hand a step's result to its tenancy."""
-        tenancy = self.all[self.steps.pop(event.op)]
+        if (tenancy := self.all.get(self.steps.pop(event.op))) is None:
+            return []
         return self.run(tenancy.participant.on_step(event, now=now), now)
 
     def on_operation(self, event: OperationFinished, *, now: float) -> list[Effect]:
         """Hand an operation's result to its rank."""
-        start = self.operations.pop(event.op)
-        tenancy = self.all[start.tenancy]
+        del self.operations[event.op]
+        # Not the one that it was started for: that may have become a part of another one since.
+        tenancy = self.all[self.home[event.rank.process]]
         out = self.run(tenancy.participant.on_operation(event, now=now), now)
         if event.rank.process not in tenancy.participant.ranks:
-            out += self._on_rank_gone(tenancy, event.rank.process, now)
+            del self.home[event.rank.process]
+            out += self._on_rank_gone(tenancy, event.rank, now)
         return out
 
     def on_exit(self, process: ProcessId, *, now: float) -> list[Effect]:
@@ -173,7 +255,8 @@ class Tenancies(Homes):
         tenancy = self.all[key]
         out = self.run(tenancy.participant.on_rank_exited(process, now=now), now)
         if process not in tenancy.participant.ranks:
-            out += self._on_rank_gone(tenancy, process, now)
+            del self.home[process]
+            out += self._on_rank_gone(tenancy, RankId(self.host, process), now)
         return out
 
     def _on_stranger_gone(self, stranger: FoundRank, now: float) -> list[Effect]:
@@ -188,18 +271,23 @@ class Tenancies(Homes):
                 out += self.run(self.all[key].coordinator.clear(now=now), now)
         return out
 
-    def _on_rank_gone(self, tenancy: Tenancy, process: ProcessId, now: float) -> list[Effect]:
-        del self.home[process]
-        ranks = tenancy.participant.ranks.values()
+    def _on_rank_gone(self, tenancy: Tenancy, gone: RankId, now: float) -> list[Effect]:
+        self.tell_arbiters(tenancy)
         for group, rank in list(tenancy.beyond.items()):
-            if rank.process == process:
+            if rank == gone:
                 del tenancy.beyond[group]
                 del self.by_group[group][tenancy.key]
-        for rank_left in ranks:
-            self._settle_in(rank_left.id.process, tenancy.key)
-        failed = sum(rank.state is RankState.FAILED for rank in ranks)
+        for process in tenancy.participant.ranks:
+            self._settle_in(process, tenancy.key)
+        for rank in tenancy.abroad:
+            self.settle_abroad(rank, tenancy.key)
+        if not tenancy.led_here:
+            return []
+        states = [state for _, state in tenancy.ranks()]
         self.touched[tenancy.key] = None
-        effects = tenancy.coordinator.on_ranks_lost(left=len(ranks), failed=failed, now=now)
+        effects = tenancy.coordinator.on_ranks_lost(
+            left=len(states), failed=states.count(RankState.FAILED), now=now
+        )
         return self.run(effects, now)
 
     def run(self, effects: Iterable[Effect], now: float) -> list[Effect]:
@@ -209,13 +297,13 @@ class Tenancies(Homes):
         while todo:
             effect = todo.popleft()
             match effect:
+                case Order(host=host) if host != self.host:
+                    out.append(Send(host=host, message=effect))
                 case Order():
                     participant = self.all[effect.tenancy].participant
                     todo.extend(participant.on_order(effect, now=now))
                 case Report():
-                    coordinator = self.all[effect.tenancy].coordinator
-                    self.touched[effect.tenancy] = None
-                    todo.extend(coordinator.on_report(effect, now=now))
+                    todo.extend(self._answer(effect, now))
                 case Evicted() | EvictionFailed() | Admitted() | AdmissionFailed() | Blocked():
                     self.signals.append(effect)
                 case StartOperation():
@@ -228,13 +316,28 @@ class Tenancies(Homes):
                     out.append(effect)
         return out
 
+    def _answer(self, report: Report, now: float) -> list[Effect]:
+        """Hand a report to the coordinator that it is for, here or elsewhere."""
+        tenancy = self.all[report.tenancy]
+        if tenancy.led_here:
+            self.touched[report.tenancy] = None
+            return tenancy.coordinator.on_report(report, now=now)
+        tenancy.coordinator.place = Place.OFF if tenancy.participant.away else Place.ON
+        if report.stamp == NO_STAMP:
+            # Nobody has asked for it.
+            self.tell_arbiters(tenancy)
+            return []
+        return [Send(host=tenancy.lead, message=report)]
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         for key, tenancy in self.all.items():
             tenancy.coordinator.check_invariants()
             tenancy.participant.check_invariants()
             busy = tenancy.participant.busy
-            assert not (busy and tenancy.coordinator.stable), "a move ends after its operations"
+            if tenancy.led_here:
+                # A coordinator elsewhere may be gone, or have decided without this host.
+                assert not (busy and tenancy.coordinator.stable), "a move ends after its operations"
             for process in tenancy.participant.ranks:
                 assert self.home[process] == key, "a rank is at home in one tenancy"
             for group in tenancy.reach:

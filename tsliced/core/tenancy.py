@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tsliced.core.coordinator import Coordinator, Place
-from tsliced.core.model import Cause, GroupName, RankId, Reason, TenancyKey
+from tsliced.core.messages import PresentRank
+from tsliced.core.model import (
+    Cause,
+    GroupName,
+    HostName,
+    RankId,
+    RankState,
+    Reason,
+    TenancyKey,
+)
 from tsliced.core.participant import Participant
 
 #: As with `RoundState`: every grant asks for it.
@@ -29,11 +38,38 @@ def bound_by(groups: Iterable[GroupName], rank: RankId) -> Reason:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tenancy:
-    """A coordinator and, while all hosts are this one, its only participant."""
+    """What this host has of a tenancy: its part of the ranks, and perhaps what moves them all."""
 
     key: TenancyKey
+    #: Moves nothing if another host leads: then it only tells where the ranks of this host are.
     coordinator: Coordinator
     participant: Participant
+    #: Whose coordinator moves it.
+    lead: HostName
+    #: Ranks on other hosts, as these said last; known only where it is led.
+    abroad: dict[RankId, PresentRank] = field(default_factory=dict)
+    #: By host: why the ranks there could not be parked.
+    shortages: dict[HostName, Reason] = field(default_factory=dict)
+
+    @property
+    def led_here(self) -> bool:
+        """Whether the coordinator of this host moves it."""
+        return self.lead == self.participant.host
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a rank of it is known, on whatever host."""
+        return bool(self.participant.ranks) or bool(self.abroad)
+
+    def ranks(self) -> list[tuple[RankId, RankState]]:
+        """Return its ranks on all hosts, with where each was seen last."""
+        here = [(rank.id, rank.state) for rank in self.participant.ranks.values()]
+        return [*here, *((rank, present.state) for rank, present in self.abroad.items())]
+
+    @property
+    def shortage(self) -> Reason | None:
+        """Why some of its ranks could not be parked if somebody waited; None: nothing is known."""
+        return self.participant.shortage or next(iter(self.shortages.values()), None)
 
     @property
     def beyond(self) -> dict[GroupName, RankId]:
@@ -48,7 +84,9 @@ class Tenancy:
     @property
     def resident(self) -> bool:
         """Whether its state must be assumed to be on devices."""
-        return self.coordinator.place is not Place.OFF or self.participant.on_devices
+        if self.coordinator.place is not Place.OFF or self.participant.on_devices:
+            return True
+        return any(present.state.holds_device for present in self.abroad.values())
 
     @property
     def runs_within(self) -> bool:

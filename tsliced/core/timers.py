@@ -23,6 +23,7 @@ class TimerKind(Enum):
     GRACE = "grace"
     BARRIER = "barrier"
     AWAITED = "awaited"
+    ALONE = "alone"
     RETRY = "retry"
     PARK = "park"
     STUCK = "stuck"

@@ -83,7 +83,7 @@ class Turns(Holding):
         if key in self.idle or since_s is None:
             return
         self.idle[key] = now - since_s
-        pids = sorted(process.pid for process in tenancy.participant.ranks)
+        pids = sorted(rank.process.pid for rank, _ in tenancy.ranks())
         facts: dict[str, str | int | float | bool | None] = {
             "job": str(key.job),
             "groups": ",".join(key.groups),
@@ -137,7 +137,7 @@ class Turns(Holding):
         """Take back the turns of those that are gone."""
         for round_id, key in list(self.turns.items()):
             tenancy = self.tenancies.all.get(key)
-            if tenancy is None or not tenancy.participant.ranks:
+            if tenancy is None or not tenancy.has_ranks:
                 self._end_round(self.rounds[round_id], now)
         for key in list(self.idle):
             if key not in self.tenancies.all:

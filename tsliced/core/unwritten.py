@@ -12,6 +12,8 @@ from typing import assert_never
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -42,6 +44,10 @@ def subject_of(
             return rank
         case FaultRecord(job=job):
             return job
+        case ForeignLeaseRecord(lease=lease):
+            return (ForeignLeaseRecord, lease)
+        case HostRecord(host=host):
+            return (HostRecord, host)
         case StrangerRecord(job=job):
             return (StrangerRecord, job)
         case RemainsRecord(job=job):

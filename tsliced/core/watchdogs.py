@@ -151,7 +151,7 @@ class Watchdogs(Draining):
     def _is_parked(self, tenancy: Tenancy | None) -> bool:
         if tenancy is None or tenancy.coordinator.place is not Place.OFF:
             return False
-        return any(r.state is RankState.PARKED for r in tenancy.participant.ranks.values())
+        return any(state is RankState.PARKED for _, state in tenancy.ranks())
 
     # --- who is left where it is --------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from typing import assert_never
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -23,7 +25,7 @@ from tsliced.core.actions import (
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.model import GroupName, JobKey, LeaseId, RankId, SessionId, TenancyKey
+from tsliced.core.model import GroupName, HostName, JobKey, LeaseId, RankId, SessionId, TenancyKey
 
 
 class KeptState:
@@ -37,6 +39,8 @@ class KeptState:
         self._drains: dict[GroupName, DrainRecord] = {}
         self._tenancies: dict[TenancyKey, TenancyRecord] = {}
         self._ranks: dict[RankId, RankRecord] = {}
+        self._foreign: dict[LeaseId, ForeignLeaseRecord] = {}
+        self._hosts: dict[HostName, HostRecord] = {}
         self._leases: dict[LeaseId, LeaseRecord] = {}
         #: By session and slot, so that a session's answers go with it in one step.
         self._ended: dict[SessionId, dict[int, LeaseEndedRecord]] = {}
@@ -74,6 +78,12 @@ class KeptState:
                 self._remains.pop(record.job, None)
             case RemainsRecord():
                 self._remains[record.job] = record
+            case ForeignLeaseRecord(arbiter=None):
+                self._foreign.pop(record.lease, None)
+            case ForeignLeaseRecord():
+                self._foreign[record.lease] = record
+            case HostRecord():
+                self._hosts[record.host] = record
             case DrainRecord(drain=None):
                 self._drains.pop(record.group, None)
             case DrainRecord():
@@ -94,6 +104,8 @@ class KeptState:
             *self._remains.values(),
             *self._tenancies.values(),
             *self._ranks.values(),
+            *self._hosts.values(),
+            *self._foreign.values(),
             *sorted(self._leases.values(), key=lambda lease: lease.round),
             *(ended for slots in self._ended.values() for ended in slots.values()),
         )

@@ -18,6 +18,8 @@ from tsliced.codec import CodecError, Codecs, Convert, items_of, value_of_member
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -32,7 +34,7 @@ from tsliced.core.actions import (
 )
 
 #: Version of the layout of all record types together.
-SCHEMA = 2
+SCHEMA = 3
 
 #: A record as it is packed: its type's tag and its fields in the order of their definition.
 Entry: TypeAlias = tuple[int, Sequence[object]]
@@ -51,6 +53,8 @@ _TAGS: Mapping[type[Record], int] = {
     DrainRecord: 10,
     StrangerRecord: 11,
     RemainsRecord: 12,
+    ForeignLeaseRecord: 13,
+    HostRecord: 14,
 }
 
 #: By tag: the fields that layout 2 added at the end, with what the daemons before it meant.
@@ -59,14 +63,26 @@ _ADDED_BY_2: Mapping[int, Sequence[object]] = {
     7: ((), ()),  # bytes_on and residue: not known
 }
 
+#: The same of layout 3.
+_ADDED_BY_3: Mapping[int, Sequence[object]] = {
+    1: (None,),  # host: every client was of this one
+    5: (None,),  # lead: this host's
+}
 
-def _to_2(entry: Entry) -> Entry:
-    tag, fields = entry
-    return tag, [*fields, *_ADDED_BY_2.get(tag, ())]
+
+def _adding(fields_by_tag: Mapping[int, Sequence[object]]) -> Callable[[Entry], Entry]:
+    def migrate(entry: Entry) -> Entry:
+        tag, fields = entry
+        return tag, [*fields, *fields_by_tag.get(tag, ())]
+
+    return migrate
 
 
 #: By schema version: what turns an entry of that version into one of the next. None drops it.
-MIGRATIONS: Mapping[int, Callable[[Entry], Entry | None]] = {1: _to_2}
+MIGRATIONS: Mapping[int, Callable[[Entry], Entry | None]] = {
+    1: _adding(_ADDED_BY_2),
+    2: _adding(_ADDED_BY_3),
+}
 
 #: Texts of errors may hold what the operating system gave us in no known encoding.
 _UNICODE_ERRORS = "surrogatepass"

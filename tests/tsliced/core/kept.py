@@ -5,6 +5,8 @@ from __future__ import annotations
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -53,6 +55,12 @@ def keep(journal: dict[tuple[object, ...], Record], record: Record) -> None:
             journal["remains", key] = record
             if record.is_empty:
                 del journal["remains", key]
+        case ForeignLeaseRecord(lease=lease, arbiter=arbiter):
+            journal["foreign", lease] = record
+            if arbiter is None:
+                del journal["foreign", lease]
+        case HostRecord(host=host):
+            journal["host", host] = record
         case DrainRecord(group=group, drain=drain):
             journal["drain", group] = record
             if drain is None:

@@ -1,0 +1,354 @@
+"""Other hosts: whether they are there, what they say, and what follows when they are not.
+
+Rules:
+
+* A group is granted to nobody while a host of it is not connected, or has not said yet who is on
+  its devices.
+* What a silent host holds stays held: nothing is concluded from silence. A move that is undecided
+  goes back (see `coordinator`).
+* A proof ends it: the host's system has booted anew, or an operator says that it is gone.
+* A message is obeyed only from who may say it: a session's requests from its front, answers and
+  orders from the arbiter, and everything about processes of a host from that host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from tsliced.core.actions import HostRecord, Note, Send
+from tsliced.core.coordinator import Place
+from tsliced.core.ending import Ending
+from tsliced.core.events import (
+    AcquireRequested,
+    CancelRequested,
+    ClientEvent,
+    GrantConfirmed,
+    HostDied,
+    LastTurnRequested,
+    PeerConnected,
+    PeerDisconnected,
+    PeerEvent,
+    PeerLost,
+    PeerSaid,
+    ReleaseRequested,
+    SessionClosed,
+    SessionOpened,
+    SignOfLife,
+)
+from tsliced.core.fronting import Fronting
+from tsliced.core.leasing import Leasing
+from tsliced.core.links import Links
+from tsliced.core.messages import (
+    EndJob,
+    HeldLeases,
+    LiveSessions,
+    PeerMessage,
+    Presence,
+    RankGone,
+)
+from tsliced.core.model import (
+    Cause,
+    Goal,
+    GroupName,
+    HostName,
+    RankId,
+    RankState,
+    Reason,
+    TenancyKey,
+)
+from tsliced.core.remains import Remains
+from tsliced.core.sessions import LEASE_HELD, Session
+from tsliced.core.signals import Order, Report
+from tsliced.core.strangers import Inhabitants
+from tsliced.core.timers import TimerKey, TimerKind
+
+
+@dataclass(slots=True, kw_only=True)
+class Hosts:
+    """The other hosts of this one's groups. Mutate it only through its methods."""
+
+    links: Links
+    leasing: Leasing
+    tenancies: Inhabitants
+    fronting: Fronting
+    remains: Remains
+    ending: Ending
+    #: Hosts that have said who is on their devices since they are connected, by group.
+    present: set[tuple[HostName, GroupName]] = field(default_factory=set)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def on_event(self, event: PeerEvent, now: float) -> None:
+        """Take in what became of a host, or what it says."""
+        match event:
+            case PeerConnected(host=host, boot=boot):
+                self._on_connected(host, boot, now)
+            case PeerDisconnected(host=host):
+                self._on_disconnected(host, now)
+            case PeerLost(host=host):
+                self.links.lost.add(host)
+                self.leasing.out += self.tenancies.on_host_gone(host, now=now)
+                self.look_for_silence()
+            case HostDied(host=host, by=by):
+                self._on_died(host, f"host {host} is gone, says {by}", now)
+                self.look_for_silence()
+            case PeerSaid(host=host, message=message):
+                self._on_said(host, message, now)
+            case _:
+                assert_never(event)
+
+    def _on_connected(self, host: HostName, boot: str, now: float) -> None:
+        links = self.links
+        if links.boots.get(host) != boot:
+            if host in links.boots and host not in links.dead:
+                self._on_died(host, f"host {host} has booted anew", now)
+            links.boots[host] = boot
+            self.leasing.out.append(HostRecord(host=host, boot=boot))
+        links.up.add(host)
+        links.lost.discard(host)
+        links.dead.discard(host)
+        sessions = self.leasing.sessions.values()
+        live = tuple(s.id for s in sessions if s.host is None and not s.tool)
+        self._send(host, LiveSessions(sessions=live))
+        for group in self.tenancies.order_of:
+            if host == self.tenancies.arbiter_of(group) and self._is_here(group):
+                self.tenancies.untold[group] = None
+        self.leasing.out += self.tenancies.remind(host)
+        self.fronting.on_connected(host)
+        for key, tenancy in self.tenancies.all.items():
+            if tenancy.lead == host:
+                self.leasing.timers.clear(TimerKey(TimerKind.ALONE, key))
+        self.look_for_silence()
+
+    def _is_here(self, group: GroupName) -> bool:
+        """Whether this host has devices of a group."""
+        return self.tenancies.host in self.tenancies.hosts_of.get(group, ())
+
+    def _on_disconnected(self, host: HostName, now: float) -> None:
+        self.links.up.discard(host)
+        self.present = {(other, group) for other, group in self.present if other != host}
+        for session in self._sessions_of(host):
+            session.connected = False
+        for key, tenancy in self.tenancies.all.items():
+            order = tenancy.participant.order
+            if tenancy.lead == host and order is not None and order.goal is Goal.FROZEN:
+                timer = TimerKey(TimerKind.ALONE, key)
+                self.leasing.timers.set(timer, now + self.leasing.limits.alone_s)
+        self.look_for_silence()
+
+    def on_alone_due(self, key: TenancyKey, now: float) -> None:
+        """A coordinator has been silent for long while ranks of here are frozen for it."""
+        tenancy = self.tenancies.all.get(key)
+        if tenancy is None or tenancy.lead in self.links.up:
+            return
+        facts = {"job": str(key.job), "groups": ",".join(key.groups), "host": tenancy.lead}
+        self.leasing.out.append(Note(kind="thawed_alone", level="warning", facts=facts))
+        self.leasing.out += self.tenancies.thaw_alone(key, now=now)
+
+    def _on_died(self, host: HostName, text: str, now: float) -> None:
+        """Nothing of what was on a host is left."""
+        links, leasing = self.links, self.leasing
+        links.up.discard(host)
+        links.lost.discard(host)
+        links.dead.add(host)
+        facts = {"host": host, "reason": text}
+        leasing.out.append(Note(kind="host_died", level="error", facts=facts))
+        for rank in [rank for rank in self.tenancies.abroad if rank.host == host]:
+            self._on_rank_gone(rank, now)
+        for session in self._sessions_of(host):
+            leasing.end_session(session.id, text, now)
+        self.remains.clients_abroad = {
+            of: jobs for of, jobs in self.remains.clients_abroad.items() if of[0] != host
+        }
+        leasing.out += self.tenancies.on_host_gone(host, now=now)
+        self.fronting.on_arbiter_died(host, text)
+
+    def _sessions_of(self, host: HostName) -> list[Session]:
+        return [session for session in self.leasing.sessions.values() if session.host == host]
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def look_for_silence(self) -> None:
+        """Know anew which groups nobody can be let onto, because a host of them is not there."""
+        leasing = self.leasing
+        silent = {
+            group: reason
+            for group in leasing.arbiters
+            if (reason := self._silence_of(group)) is not None
+        }
+        if silent == leasing.silent:
+            return
+        changed = leasing.silent.keys() ^ silent.keys()
+        leasing.silent = silent
+        leasing.set_all_aside(changed & silent.keys())
+        leasing.todo += changed
+
+    def _silence_of(self, group: GroupName) -> Reason | None:
+        for host in self.tenancies.hosts_of.get(group, ()):
+            if host == self.tenancies.host or host in self.links.dead:
+                continue
+            if host not in self.links.up:
+                how = "silent" if host in self.links.lost else "not connected"
+                text = f"host {host} of group {group} is {how}: who is on its devices is not known"
+                return Reason(cause=Cause.SILENT, text=text)
+            if (host, group) not in self.present:
+                text = f"host {host} has not said yet who is on its devices of group {group}"
+                return Reason(cause=Cause.SILENT, text=text)
+        return None
+
+    # --- what they say ------------------------------------------------------------------------
+
+    def _on_said(self, host: HostName, message: PeerMessage, now: float) -> None:
+        match message:
+            case Order():
+                self.leasing.out += self.tenancies.on_order(message, host, now=now)
+            case Report():
+                self.leasing.out += self.tenancies.on_report(message, host, now=now)
+            case Presence():
+                self._on_presence(host, message, now)
+            case LiveSessions():
+                self._on_live_sessions(host, message, now)
+            case HeldLeases():
+                self.fronting.on_held(message, host)
+            case RankGone(job=job, groups=groups, rank=rank):
+                for key in list(self.tenancies.by_job.get(job, ())):
+                    if not set(groups).isdisjoint(key.groups):
+                        self.remains.on_rank_gone(key, rank, now)
+            case EndJob(job=job, text=text, grace_s=grace_s, onward=onward):
+                text = f"{text} (by {host})"
+                self.ending.end_job(job, text=text, grace_s=grace_s, now=now, onward=onward)
+            case (
+                SessionOpened()
+                | SessionClosed()
+                | AcquireRequested()
+                | LastTurnRequested()
+                | GrantConfirmed()
+                | SignOfLife()
+                | ReleaseRequested()
+                | CancelRequested()
+            ):
+                self._on_client(host, message, now)
+            case _:
+                self.fronting.on_action(message, host)
+
+    def _on_client(self, host: HostName, event: ClientEvent, now: float) -> None:
+        """Take what a client of another host says through its front."""
+        session = self.leasing.sessions.get(event.session)
+        if session is not None and session.host != host:
+            return
+        match event:
+            case SessionOpened():
+                if session is None:
+                    self.leasing.on_opened(event, host)
+                    self.remains.on_opened(event.job)
+                else:
+                    self._reconnect(session, now)
+            case SessionClosed():
+                self.leasing.end_session(event.session, f"its client on {host} is gone", now)
+            case AcquireRequested():
+                self.leasing.on_acquire(event, now)
+            case LastTurnRequested():
+                self.leasing.on_last_turn(event, now)
+            case GrantConfirmed():
+                self.leasing.on_confirmed(event)
+            case SignOfLife():
+                self.leasing.on_sign_of_life(event.session, now)
+            case ReleaseRequested():
+                self.leasing.on_release(event, now)
+            case CancelRequested():
+                self.leasing.on_cancel(event, now)
+            case _:
+                assert_never(event)
+
+    def _reconnect(self, session: Session, now: float) -> None:
+        if not session.connected:
+            self.leasing.on_resumed(session.id, now)
+
+    def _on_live_sessions(self, host: HostName, live: LiveSessions, now: float) -> None:
+        """Know which clients of a host are there still, and tell it what they hold."""
+        alive = set(live.sessions)
+        for session in self._sessions_of(host):
+            if session.id in alive:
+                self._reconnect(session, now)
+            else:
+                text = f"its client on {host} is gone"
+                self.leasing.end_session(session.id, text, now)
+        held = tuple(
+            (session.id, lease.id)
+            for session in self._sessions_of(host)
+            for lease in session.leases.values()
+            if lease.state is LEASE_HELD
+        )
+        self._send(host, HeldLeases(leases=held))
+
+    def _on_presence(self, host: HostName, presence: Presence, now: float) -> None:
+        group = presence.group
+        tenancies, leasing = self.tenancies, self.leasing
+        if group not in leasing.arbiters or host not in tenancies.hosts_of.get(group, ()):
+            return
+        for rank in tenancies.missing_from(host, presence):
+            self._on_rank_gone(rank, now)
+        for present in presence.ranks:
+            if group in present.groups:
+                tenancies.put_abroad(host, present)
+        for key in tenancies.note_shortages(host, presence):
+            pinned = tenancies.all[key].coordinator.pinned
+            if pinned is not None and pinned.cause is Cause.NO_HOST_MEMORY:
+                leasing.out += tenancies.clear(key.job, now=now)
+        before = self.remains.clients_abroad.get((host, group), frozenset())
+        clients = self.remains.clients_abroad[host, group] = frozenset(presence.clients)
+        for job in sorted(before ^ clients):
+            if job in clients:
+                self.remains.on_opened(job)
+            else:
+                self.remains.on_left(job, now)
+        self.present.add((host, group))
+        self._find_strays(group, now)
+        self.look_for_silence()
+        leasing.todo.append(group)
+
+    def _find_strays(self, group: GroupName, now: float) -> None:
+        """Bring together what is not where its tenancy is, since a host went its own way."""
+        for key, tenancy in list(self.tenancies.by_group[group].items()):
+            coordinator = tenancy.coordinator
+            if not tenancy.led_here or coordinator.place is not Place.ON:
+                continue
+            astray = (RankState.FROZEN, RankState.PARKED)
+            if any(present.state in astray for present in tenancy.abroad.values()):
+                self.leasing.out += self.tenancies.ask(key, now=now)
+
+    def _on_rank_gone(self, rank: RankId, now: float) -> None:
+        key = self.tenancies.abroad[rank]
+        reach = self.tenancies.all[key].reach
+        self.leasing.out += self.tenancies.on_rank_gone_abroad(rank, now=now)
+        self.on_rank_gone(key, reach, rank, now)
+
+    def on_rank_gone(
+        self, key: TenancyKey, reach: tuple[GroupName, ...], rank: RankId, now: float
+    ) -> None:
+        """Tell all whom it concerns that a rank is dead."""
+        self.leasing.on_rank_gone(key, reach, rank)
+        self.remains.on_rank_gone(key, rank, now)
+        tenancy = self.tenancies.all.get(key)
+        if tenancy is not None and tenancy.led_here:
+            gone = RankGone(job=key.job, groups=key.groups, rank=rank)
+            for host in dict.fromkeys(other.host for other in tenancy.abroad):
+                self._send(host, gone)
+
+    # --- what they are told -------------------------------------------------------------------
+
+    def tell_presence(self) -> None:
+        """Tell arbiters elsewhere who is on the devices of this host, where that has changed."""
+        tenancies = self.tenancies
+        for group in tenancies.untold:
+            arbiter = tenancies.arbiter_of(group)
+            if arbiter != tenancies.host and self._is_here(group):
+                jobs = dict.fromkeys(key.job for key in tenancies.by_group[group])
+                clients = [job for job in jobs if self.remains.has_client_here(job)]
+                self._send(arbiter, tenancies.presence_of(group, clients))
+        tenancies.untold.clear()
+
+    def _send(self, host: HostName, message: PeerMessage) -> None:
+        if host in self.links.up:
+            self.leasing.out.append(Send(host=host, message=message))
