@@ -106,10 +106,10 @@ def wait_for(host: Host, name: str, state: str) -> dict[str, Any]:
     return peer(host, name)
 
 
-def linked(make_host: MakeHost, cluster: Cluster) -> tuple[Host, Host]:
-    """Starts two hosts and waits for their link."""
-    n1 = make_host(settings=cluster.settings("n1"))
-    n2 = make_host(settings=cluster.settings("n2"))
+def linked(make_host: MakeHost, cluster: Cluster, **more: Any) -> tuple[Host, Host]:
+    """Starts two hosts, with more settings than those of the cluster, and waits for their link."""
+    n1 = make_host(settings={**cluster.settings("n1"), **more})
+    n2 = make_host(settings={**cluster.settings("n2"), **more})
     wait_for(n1, "n2", "connected")
     wait_for(n2, "n1", "connected")
     return n1, n2
@@ -433,6 +433,51 @@ def answered(host: Host, answer: str, *arguments: str) -> int:
     assert "Is n2 dead, with all its processes? [y/N]" in done.stderr
     assert "two jobs\nmay use the same devices" in done.stderr
     return done.returncode
+
+
+def test_a_job_on_two_hosts_makes_room_on_both_and_has_its_state_back_on_both_g12(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    shared: Settings = {"groups.both": {"devices": ["n1:0", "n2:0"]}}
+    n1, n2 = linked(make_host, cluster, **shared)
+    ranks = [n1.rank("a"), n2.rank("a")]
+    driver = ranks[1]
+    driver.do("acquire", groups="both", timeout=LIMIT_S)
+    for seed, rank in enumerate(ranks):
+        rank.do("context", device=0)
+        rank.do("fill", mib=2, seed=seed)
+    digests = [rank.do("digest") for rank in ranks]
+    other = n1.rank("b")
+    asked = other.start("acquire", groups="both", timeout=LIMIT_S)
+    until(lambda: n1.group("both")["queue"], "b waits")
+    driver.do("release")
+    asked.wait()
+    assert [len(host.operations("snapshot")) for host in (n1, n2)] == [1, 1]
+    again = driver.start("acquire", groups="both", timeout=LIMIT_S)
+    other.do("release")
+    again.wait()
+    assert [rank.do("digest") for rank in ranks] == digests
+    driver.do("release")
+
+
+def test_a_lease_of_another_host_outlives_both_daemons_g8(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    shared: Settings = {"groups.both": {"devices": ["n1:0", "n2:0"]}}
+    n1, n2 = linked(make_host, cluster, **shared)
+    holder, waiter = n2.rank("a"), n2.rank("b")
+    token = holder.do("acquire", groups="both", timeout=LIMIT_S)["tokens"]["both"]
+    asked = waiter.start("acquire", groups="both", timeout=LIMIT_S)
+    for host in (n2, n1):
+        host.kill_daemon()
+        host.start_daemon()
+        wait_for(n1, "n2", "connected")
+        wait_for(n2, "n1", "connected")
+    assert not asked.is_over()
+    holder.do("release")
+    assert asked.wait()["tokens"]["both"] > token
 
 
 def test_without_peers_nothing_listens_on_tcp(host: Host) -> None:

@@ -56,6 +56,7 @@ SAID: list[PeerMessage] = [
                 groups=(GROUP,),
             ),
         ),
+        clients=(JOB,),
         shortages=((JOB, "no memory"),),
     ),
     HeldLeases(leases=((SESSION, LeaseId("s-1.2")),)),

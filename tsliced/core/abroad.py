@@ -55,13 +55,13 @@ class Abroad(Homes):
                     of_tenancy[rank] = replace(of_tenancy[rank], state=state)
 
     def missing_from(self, host: HostName, presence: Presence) -> list[RankId]:
-        """Return the ranks that a host no longer has, by what it says now."""
-        seen = {rank.process for rank in presence.ranks}
+        """Return the ranks that a host no longer has, or not of that job, by what it says now."""
+        seen = {(rank.process, rank.job) for rank in presence.ranks}
         return [
             rank
             for rank, key in self.abroad.items()
             if rank.host == host
-            and rank.process not in seen
+            and (rank.process, key.job) not in seen
             and presence.group in self.all[key].abroad[rank].groups
         ]
 

@@ -178,13 +178,14 @@ class DrainRecord:
 
 @value
 class ForeignLeaseRecord:
-    """A lease that a session of this host holds of an arbiter elsewhere, or no longer holds."""
+    """A lease that a session of this host waits for or holds elsewhere, or no longer does."""
 
     lease: LeaseId
     session: SessionId
     request: RequestId
     #: None: it is over.
     arbiter: HostName | None
+    #: Empty while it waits.
     tokens: tuple[tuple[GroupName, Token], ...]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tsliced.core.actions import EndProcesses, Note, Send
+from tsliced.core.fronting import Fronting
 from tsliced.core.leasing import Leasing
 from tsliced.core.messages import EndJob
 from tsliced.core.model import JobKey, ProcessId
@@ -28,6 +29,7 @@ class Ending:
 
     leasing: Leasing
     tenancies: Tenancies
+    fronting: Fronting
     timers: Timers[TimerKey]
     #: By job: asked, not killed yet, and not known to be gone.
     asked: dict[JobKey, dict[ProcessId, None]] = field(default_factory=dict)
@@ -55,8 +57,10 @@ class Ending:
     def _end_elsewhere(self, job: JobKey, *, text: str, grace_s: float) -> None:
         tenancies = self.tenancies.tenancies_of(job)
         hosts = {rank.host: False for tenancy in tenancies for rank in tenancy.abroad}
-        hosts |= {s.host: False for s in self.leasing.sessions_of(job) if s.host is not None}
-        # Who leads knows of more hosts.
+        sessions = self.leasing.sessions_of(job)
+        hosts |= {s.host: False for s in sessions if s.host is not None}
+        # Who leads, or arbitrates, knows of more hosts.
+        hosts |= dict.fromkeys(self.fronting.arbiters_of(s.id for s in sessions), True)
         hosts |= {tenancy.lead: True for tenancy in tenancies if not tenancy.led_here}
         for host, further in hosts.items():
             end = EndJob(job=job, text=text, grace_s=grace_s, onward=further)

@@ -4,14 +4,19 @@ Rules:
 
 * A request that the arbiter has not answered is said again after each connect; it has an id, so
   that is harmless.
-* What is held is on record here too: a client that comes back after a restart still has its lease.
+* What is waited for and held is on record here too: a client that comes back after a restart still
+  has its lease, and its place.
 * A request that nobody is interested in any more is taken back, and a grant of it handed back.
+* How a lease ended is remembered as that of any other: a client that asks again, because the answer
+  was lost, gets the same one.
+* Only the arbiter that was asked answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from tsliced.core.actions import (
     ClientAction,
@@ -39,7 +44,7 @@ from tsliced.core.events import (
 from tsliced.core.links import Links
 from tsliced.core.messages import HeldLeases, PeerMessage
 from tsliced.core.model import GroupName, HostName, LeaseId, RequestId, SessionId, Token
-from tsliced.core.sessions import Session, lease_name
+from tsliced.core.sessions import RELEASED, Session, lease_name
 from tsliced.core.timers import TimerKey, TimerKind
 
 #: How much longer than the arbiter a front waits, so that its answer comes first if it can.
@@ -47,6 +52,9 @@ TIMEOUT_SLACK_S = 1.0
 
 #: A request of a client that the arbiter answers.
 Asked = AcquireRequested | LastTurnRequested | ReleaseRequested | CancelRequested
+
+#: What it is answered with.
+Answer = Refuse | ConfirmRelease | ConfirmCancel | DeclineTurn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,8 +95,10 @@ class Fronting:
     leases: dict[LeaseId, ForeignLease] = field(default_factory=dict)
     #: Requests without an answer, in the order in which they came.
     open: dict[tuple[SessionId, RequestId], tuple[HostName, Asked]] = field(default_factory=dict)
-    #: By host: the sessions that it knows of since the link is up.
+    #: By host: the sessions that were introduced to it since the link is up, ...
     known: dict[HostName, set[SessionId]] = field(default_factory=dict)
+    #: ... and those of which it was told then that they live: it may know them from before.
+    listed: dict[HostName, set[SessionId]] = field(default_factory=dict)
 
     # --- what clients say ---------------------------------------------------------------------
 
@@ -96,15 +106,25 @@ class Fronting:
         self, event: AcquireRequested | LastTurnRequested, arbiter: HostName, now: float
     ) -> None:
         """Pass on that a client wants groups."""
-        lease = lease_name(event.session, event.request)
-        if lease not in self.leases:
-            self.leases[lease] = ForeignLease(
-                id=lease, session=event.session, request=event.request, arbiter=arbiter
+        name = lease_name(event.session, event.request)
+        lease = self.leases.get(name)
+        if lease is None:
+            lease = self.leases[name] = ForeignLease(
+                id=name, session=event.session, request=event.request, arbiter=arbiter
             )
-            if event.timeout_s is not None:
-                at = now + event.timeout_s + TIMEOUT_SLACK_S
-                self.books.timers.set(TimerKey(TimerKind.ACQUIRE, lease), at)
+            self.books.out.append(lease.record())
+        timer = TimerKey(TimerKind.ACQUIRE, name)
+        timeout_s = event.timeout_s
+        if timeout_s is not None and not lease.tokens and self.books.timers.get(timer) is None:
+            self.books.timers.set(timer, now + timeout_s + TIMEOUT_SLACK_S)
         self._pass_on(event, arbiter)
+
+    def regain(self, lease: ForeignLease) -> None:
+        """After a restart: know again what a session waits for or holds elsewhere."""
+        self.leases[lease.id] = lease
+        if lease.id in self.books.sessions[lease.session].ended:
+            # Its client was told that it does not get it; its arbiter may not know.
+            self._abandon(lease)
 
     def release(self, event: ReleaseRequested) -> bool:
         """Pass on that a client gives a lease back, if it is one of here."""
@@ -143,7 +163,18 @@ class Fronting:
             return
         text = f"not granted in time: {lease.arbiter}, which arbitrates it, does not answer"
         self.books.refuse(lease.session, lease.request, "timeout", text)
+        self._remember(lease, "timeout", text)
         self._abandon(lease)
+
+    def hand_back(self, lease_id: LeaseId, text: str) -> bool:
+        """Hand a grant back that its client has not been told of, if it is one of here."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return False
+        self.books.refuse(lease.session, lease.request, "unavailable", text)
+        self._end(lease, "unavailable", text)
+        self._say(lease.arbiter, _release(lease.session, lease.id))
+        return True
 
     def _abandon(self, lease: ForeignLease) -> None:
         """Take an acquire back that its client does not wait for any more."""
@@ -155,9 +186,11 @@ class Fronting:
 
     def on_ended(self, session: SessionId) -> None:
         """A session is over."""
-        for host, known in self.known.items():
-            if session in known:
+        for host in sorted(self.links.up):
+            known, listed = self.known[host], self.listed[host]
+            if session in known or session in listed:
                 known.discard(session)
+                listed.discard(session)
                 self._send(host, SessionClosed(session=session))
         for lease in [lease for lease in self.leases.values() if lease.session == session]:
             self._forget(lease)
@@ -171,10 +204,7 @@ class Fronting:
     def _say(self, arbiter: HostName, event: Asked | GrantConfirmed | SignOfLife) -> None:
         if arbiter not in self.links.up:
             return
-        known = self.known.setdefault(arbiter, set())
-        if event.session not in known:
-            known.add(event.session)
-            self._send(arbiter, _introduction(self.books.sessions[event.session]))
+        self._introduce(arbiter, event.session)
         self._send(arbiter, event)
 
     def _send(self, host: HostName, message: PeerMessage) -> None:
@@ -198,76 +228,108 @@ class Fronting:
             case TellLost(lease=lease_id):
                 lease = self.leases.get(lease_id)
                 if lease is not None and lease.arbiter == arbiter:
-                    self._forget(lease)
+                    self._end(lease, "lease_ended", action.text)
                     self.books.out.append(action)
             case _:
                 self.books.out.append(action)
 
     def _on_grant(self, grant: Grant, arbiter: HostName) -> None:
         lease = self.leases.get(grant.lease)
-        asked = self.open.get((grant.session, grant.request))
         if lease is None or lease.arbiter != arbiter or lease.abandoned:
             # Nobody waits for it any more.
-            release = ReleaseRequested(
-                session=grant.session, request=grant.request, lease=grant.lease
-            )
-            self._say(arbiter, release)
+            self._say(arbiter, _release(grant.session, grant.lease))
             return
-        if asked is not None and not isinstance(asked[1], ReleaseRequested):
-            del self.open[grant.session, grant.request]
+        self.open.pop((grant.session, grant.request), None)
         self.books.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
         if lease.tokens != grant.tokens:
             lease.tokens = grant.tokens
             self.books.out.append(lease.record())
         self.books.out.append(grant)
 
-    def _on_answer(
-        self, answer: Refuse | ConfirmRelease | ConfirmCancel | DeclineTurn, arbiter: HostName
-    ) -> None:
-        asked = self.open.pop((answer.session, answer.request), None)
-        if asked is None:
+    def _on_answer(self, answer: Answer, arbiter: HostName) -> None:
+        key = answer.session, answer.request
+        host, event = self.open.get(key, (None, None))
+        if event is None or host != arbiter:
             return
-        event = asked[1]
-        lease = self.leases.get(lease_name(event.session, event.request))
-        match event:
-            case ReleaseRequested():
-                lease = self.leases.get(event.lease)
-            case CancelRequested() if lease is None or not lease.abandoned:
-                lease = None
-            case _:
-                pass
-        silent = lease is not None and lease.abandoned
-        if lease is not None:
+        del self.open[key]
+        lease = self.leases.get(_lease_of(event))
+        if lease is not None and lease.abandoned:
+            # Its client has had an answer.
             self._forget(lease)
-        if not silent:
-            self.books.out.append(answer)
+            return
+        if lease is not None:
+            self._close(lease, event, answer)
+        self.books.out.append(answer)
+
+    def _close(self, lease: ForeignLease, event: Asked, answer: Answer) -> None:
+        """Know what an answer means for a lease."""
+        match answer:
+            case ConfirmRelease(waiters=waiters, deferred=deferred):
+                text = "it was released"
+                self._end(lease, RELEASED, text, waiters=waiters, deferred=deferred)
+            case Refuse(code=code, text=text):
+                given_back = isinstance(event, ReleaseRequested)
+                self._end(lease, "lease_ended" if given_back else code, text)
+            case DeclineTurn():
+                self._forget(lease)
+            case ConfirmCancel():
+                # If it was taken back, its acquire was refused first.
+                pass
+            case _:
+                assert_never(answer)
 
     def _on_session_ended(self, session: SessionId, arbiter: HostName, text: str) -> None:
         """An arbiter ended what a session has there; the client is there as before."""
-        self.known.get(arbiter, set()).discard(session)
+        self.known[arbiter].discard(session)
         for lease in list(self.leases.values()):
             if lease.session == session and lease.arbiter == arbiter:
                 self._lose(lease, text)
+        for key, (host, _) in list(self.open.items()):
+            if key[0] == session and host == arbiter:
+                del self.open[key]
+                self.books.refuse(*key, "lease_ended", text)
 
     def _lose(self, lease: ForeignLease, text: str) -> None:
-        self._forget(lease)
-        self.open.pop((lease.session, lease.request), None)
+        asked = self.open.pop((lease.session, lease.request), None)
+        if lease.abandoned:
+            self._forget(lease)
+            return
+        self._end(lease, "lease_ended", text)
         if lease.tokens:
             self.books.out.append(TellLost(session=lease.session, lease=lease.id, text=text))
-        elif not lease.abandoned:
+        if asked is not None:
             self.books.refuse(lease.session, lease.request, "lease_ended", text)
+
+    def _end(
+        self, lease: ForeignLease, code: str, text: str, *, waiters: int = 0, deferred: bool = False
+    ) -> None:
+        self._forget(lease)
+        self._remember(lease, code, text, waiters=waiters, deferred=deferred)
+
+    def _remember(
+        self, lease: ForeignLease, code: str, text: str, *, waiters: int = 0, deferred: bool = False
+    ) -> None:
+        ended = self.books.sessions[lease.session].remember(
+            lease.id,
+            lease.request,
+            code=code,
+            text=text,
+            waiters=waiters,
+            deferred=deferred,
+            limit=self.books.limits.max_answers,
+        )
+        self.books.out.append(ended)
 
     def _forget(self, lease: ForeignLease) -> None:
         del self.leases[lease.id]
         self.books.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
-        if lease.tokens:
-            self.books.out.append(lease.record(over=True))
+        self.books.out.append(lease.record(over=True))
 
     # --- links --------------------------------------------------------------------------------
 
-    def on_connected(self, host: HostName) -> None:
-        """Say again what a host has not answered."""
-        self.known[host] = set()
+    def on_connected(self, host: HostName, live: Iterable[SessionId]) -> None:
+        """Say again what a host has not answered. `live`: the sessions that it is told of."""
+        self.known[host], self.listed[host] = set(), set(live)
         for arbiter, event in list(self.open.values()):
             if arbiter == host:
                 self._say(host, event)
@@ -283,16 +345,22 @@ class Fronting:
 
     def on_held(self, held: HeldLeases, arbiter: HostName) -> None:
         """Compare what is held there with what is known here."""
-        there = dict.fromkeys(lease for _, lease in held.leases)
+        there = {lease for _, lease in held.leases}
+        asked = (event for _, event in self.open.values())
+        # Of one that is given back, the answer says how it ended.
+        there |= {event.lease for event in asked if isinstance(event, ReleaseRequested)}
         for lease in list(self.leases.values()):
             if lease.arbiter == arbiter and lease.tokens and lease.id not in there:
                 self._lose(lease, f"{arbiter}, which arbitrates it, has ended it")
         for session, lease_id in held.leases:
-            if lease_id not in self.leases:
+            known = self.leases.get(lease_id)
+            if known is None or known.abandoned:
                 # Its grant did not come through, and nobody waits for it any more.
-                request = RequestId(int(lease_id.rpartition(".")[2]))
-                event = ReleaseRequested(session=session, request=request, lease=lease_id)
-                self._send(arbiter, event)
+                self._send(arbiter, _release(session, lease_id))
+            elif not known.tokens and (known.session, known.request) not in self.open:
+                # Granted while this daemon was away: so that its client finds it when it is back.
+                again = AcquireRequested(session=session, request=known.request, groups=())
+                self._send(arbiter, again)
 
     def on_arbiter_died(self, host: HostName, text: str) -> None:
         """All that a host had given is gone with it."""
@@ -300,11 +368,34 @@ class Fronting:
             if lease.arbiter == host and lease.tokens:
                 self._lose(lease, text)
 
-    def held_by(self, session: SessionId) -> Iterable[ForeignLease]:
+    def arbiters_of(self, sessions: Iterable[SessionId]) -> set[HostName]:
+        """Return the hosts of which sessions want something, or have it."""
+        wanted = set(sessions)
+        return {lease.arbiter for lease in self.leases.values() if lease.session in wanted}
+
+    def held_by(self, session: SessionId) -> list[ForeignLease]:
         """Return what a session holds elsewhere."""
         return [
             lease for lease in self.leases.values() if lease.session == session and lease.tokens
         ]
+
+
+def _lease_of(event: Asked) -> LeaseId:
+    """Return the lease that a request is about."""
+    match event:
+        case ReleaseRequested(lease=lease):
+            return lease
+        case CancelRequested(session=session, acquire=acquire):
+            return lease_name(session, acquire)
+        case _:
+            return lease_name(event.session, event.request)
+
+
+def _release(session: SessionId, lease: LeaseId) -> ReleaseRequested:
+    """Return what gives a lease back that no client has: in the name of its own request."""
+    _, _, request = lease.rpartition(".")
+    number = RequestId(int(request) if request.isdecimal() else 0)
+    return ReleaseRequested(session=session, request=number, lease=lease)
 
 
 def _introduction(session: Session) -> SessionOpened:

@@ -507,11 +507,10 @@ class Granting(Watchdogs):
             if round_ is not None and round_.state is MOVING and round_.stalled is None:
                 self.tell_stalled(round_, round_.job, reason)
 
-    def revoke_unwritten(self, lease_id: LeaseId, reason: Reason, now: float) -> None:
+    def revoke_unwritten(self, lease_id: LeaseId, text: str, now: float) -> None:
         """Take back a grant that could not be written down and was not sent."""
         lease = self.leases.get(lease_id)
         if lease is not None:
-            text = f"the daemon cannot write its journal: {reason.text}"
             self.refuse_lease(lease, "unavailable", text, now)
 
     # --- refusals -----------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from tsliced.core.model import (
     Goal,
     GroupName,
     HostName,
+    JobKey,
     RankId,
     RankState,
     Reason,
@@ -87,12 +88,12 @@ class Hosts:
             case PeerDisconnected(host=host):
                 self._on_disconnected(host, now)
             case PeerLost(host=host):
-                self.links.lost.add(host)
-                self.leasing.out += self.tenancies.on_host_gone(host, now=now)
-                self.look_for_silence()
+                if host not in self.links.dead:
+                    self.links.lost.add(host)
+                    self.leasing.out += self.tenancies.on_host_gone(host, now=now)
+                    self.look_for_silence()
             case HostDied(host=host, by=by):
-                self._on_died(host, f"host {host} is gone, says {by}", now)
-                self.look_for_silence()
+                self._on_declared_dead(host, by, now)
             case PeerSaid(host=host, message=message):
                 self._on_said(host, message, now)
             case _:
@@ -115,7 +116,7 @@ class Hosts:
             if host == self.tenancies.arbiter_of(group) and self._is_here(group):
                 self.tenancies.untold[group] = None
         self.leasing.out += self.tenancies.remind(host)
-        self.fronting.on_connected(host)
+        self.fronting.on_connected(host, live)
         for key, tenancy in self.tenancies.all.items():
             if tenancy.lead == host:
                 self.leasing.timers.clear(TimerKey(TimerKind.ALONE, key))
@@ -130,21 +131,38 @@ class Hosts:
         self.present = {(other, group) for other, group in self.present if other != host}
         for session in self._sessions_of(host):
             session.connected = False
-        for key, tenancy in self.tenancies.all.items():
-            order = tenancy.participant.order
-            if tenancy.lead == host and order is not None and order.goal is Goal.FROZEN:
-                timer = TimerKey(TimerKind.ALONE, key)
-                self.leasing.timers.set(timer, now + self.leasing.limits.alone_s)
+        self.await_leads(now)
         self.look_for_silence()
+
+    def await_leads(self, now: float) -> None:
+        """Let the clock run for what is frozen here for a coordinator that is not connected."""
+        at = now + self.leasing.limits.alone_s
+        for key, tenancy in self.tenancies.all.items():
+            timer = TimerKey(TimerKind.ALONE, key)
+            frozen = not tenancy.led_here and tenancy.coordinator.goal is Goal.FROZEN
+            waits = frozen and tenancy.lead not in self.links.up
+            if waits and self.leasing.timers.get(timer) is None:
+                self.leasing.timers.set(timer, at)
 
     def on_alone_due(self, key: TenancyKey, now: float) -> None:
         """A coordinator has been silent for long while ranks of here are frozen for it."""
         tenancy = self.tenancies.all.get(key)
         if tenancy is None or tenancy.lead in self.links.up:
             return
-        facts = {"job": str(key.job), "groups": ",".join(key.groups), "host": tenancy.lead}
-        self.leasing.out.append(Note(kind="thawed_alone", level="warning", facts=facts))
+        before = tenancy.participant.alone
         self.leasing.out += self.tenancies.thaw_alone(key, now=now)
+        if tenancy.participant.alone != before:
+            facts = {"job": str(key.job), "groups": ",".join(key.groups), "host": tenancy.lead}
+            self.leasing.out.append(Note(kind="thawed_alone", level="warning", facts=facts))
+
+    def _on_declared_dead(self, host: HostName, by: str, now: float) -> None:
+        """Take an operator's word, unless the host itself says otherwise."""
+        if host in self.links.up:
+            facts = {"host": host, "reason": f"{by} says that it is gone, but it is connected"}
+            self.leasing.out.append(Note(kind="host_alive", level="warning", facts=facts))
+            return
+        self._on_died(host, f"host {host} is gone, says {by}", now)
+        self.look_for_silence()
 
     def _on_died(self, host: HostName, text: str, now: float) -> None:
         """Nothing of what was on a host is left."""
@@ -158,9 +176,7 @@ class Hosts:
             self._on_rank_gone(rank, now)
         for session in self._sessions_of(host):
             leasing.end_session(session.id, text, now)
-        self.remains.clients_abroad = {
-            of: jobs for of, jobs in self.remains.clients_abroad.items() if of[0] != host
-        }
+        self.remains.on_host_died(host, now)
         leasing.out += self.tenancies.on_host_gone(host, now=now)
         self.fronting.on_arbiter_died(host, text)
 
@@ -212,12 +228,13 @@ class Hosts:
             case HeldLeases():
                 self.fronting.on_held(message, host)
             case RankGone(job=job, groups=groups, rank=rank):
-                for key in list(self.tenancies.by_job.get(job, ())):
-                    if not set(groups).isdisjoint(key.groups):
-                        self.remains.on_rank_gone(key, rank, now)
+                for tenancy in self.tenancies.tenancies_of(job):
+                    if tenancy.lead == host and not set(groups).isdisjoint(tenancy.key.groups):
+                        self.remains.on_rank_gone(tenancy.key, rank, now)
             case EndJob(job=job, text=text, grace_s=grace_s, onward=onward):
-                text = f"{text} (by {host})"
-                self.ending.end_job(job, text=text, grace_s=grace_s, now=now, onward=onward)
+                if self._has_part_in(host, job):
+                    text = f"{text} (by {host})"
+                    self.ending.end_job(job, text=text, grace_s=grace_s, now=now, onward=onward)
             case (
                 SessionOpened()
                 | SessionClosed()
@@ -231,6 +248,16 @@ class Hosts:
                 self._on_client(host, message, now)
             case _:
                 self.fronting.on_action(message, host)
+
+    def _has_part_in(self, host: HostName, job: JobKey) -> bool:
+        """Whether a host takes part in moving a job of here, or in what its clients ask for."""
+        for tenancy in self.tenancies.tenancies_of(job):
+            if host == tenancy.lead or host in tenancy.coordinator.hosts:
+                return True
+        sessions = self.leasing.sessions_of(job)
+        if any(session.host == host for session in sessions):
+            return True
+        return host in self.fronting.arbiters_of(session.id for session in sessions)
 
     def _on_client(self, host: HostName, event: ClientEvent, now: float) -> None:
         """Take what a client of another host says through its front."""

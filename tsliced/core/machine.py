@@ -43,7 +43,6 @@ from tsliced.core.actions import (
     WatchProcess,
 )
 from tsliced.core.alarms import Alarms
-from tsliced.core.arbiter import Arbiter
 from tsliced.core.barriers import Barriers
 from tsliced.core.ending import Ending
 from tsliced.core.events import (
@@ -86,7 +85,6 @@ from tsliced.core.events import (
 from tsliced.core.fronting import Fronting
 from tsliced.core.hosts import Hosts
 from tsliced.core.leasing import Leasing
-from tsliced.core.links import Links
 from tsliced.core.losses import Losses
 from tsliced.core.model import (
     Cause,
@@ -102,10 +100,11 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.numbers import Numbers
-from tsliced.core.policy import Fifo, Policy
-from tsliced.core.reconfiguring import bounds_of, hosts_of, longest_holds, reconfigure
+from tsliced.core.policy import Policy
+from tsliced.core.reconfiguring import arbiters_of, hosts_of, longest_holds, reconfigure
 from tsliced.core.remains import Remains
 from tsliced.core.rounds import RoundState
+from tsliced.core.sessions import lease_name
 from tsliced.core.signals import Effect
 from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind, Timers
@@ -165,16 +164,13 @@ class Machine:
 
     def __init__(self, config: MachineConfig, *, random: Random, full_checks: bool = False) -> None:
         limits = config.limits
-        bounds = bounds_of(limits)
         self.config = config
         self.numbers = Numbers(
             generation=config.generation, ceiling=config.ceiling, block=limits.block
         )
         self.timers: Timers[TimerKey] = Timers()
-        links = Links()
         self.tenancies = Inhabitants(
             host=config.host,
-            links=links,
             hosts_of=hosts_of(config),
             group_of={device: g.name for g in config.groups for device in g.devices},
             order_of={group.name: i for i, group in enumerate(config.groups)},
@@ -185,22 +181,20 @@ class Machine:
         )
         self.leasing = Leasing(
             limits=limits,
-            arbiters={
-                group.name: Arbiter(
-                    name=group.name,
-                    policy=config.policies.get(group.name, Fifo()),
-                    bounds=bounds,
-                )
-                for group in config.groups
-                if group.arbiter(config.host) == config.host
-            },
+            arbiters=arbiters_of(config, {}),
             tenancies=self.tenancies,
             numbers=self.numbers,
             timers=self.timers,
             random=random,
             max_hold_s=longest_holds(config),
         )
-        self.ending = Ending(leasing=self.leasing, tenancies=self.tenancies, timers=self.timers)
+        self.fronting = Fronting(books=self.leasing, links=self.tenancies.links)
+        self.ending = Ending(
+            leasing=self.leasing,
+            tenancies=self.tenancies,
+            fronting=self.fronting,
+            timers=self.timers,
+        )
         self.remains = Remains(
             leasing=self.leasing,
             tenancies=self.tenancies,
@@ -209,9 +203,8 @@ class Machine:
             ending=self.ending,
         )
         self.leasing.is_orphaned = self.remains.is_orphaned
-        self.fronting = Fronting(books=self.leasing, links=links)
         self.hosts = Hosts(
-            links=links,
+            links=self.tenancies.links,
             leasing=self.leasing,
             tenancies=self.tenancies,
             fronting=self.fronting,
@@ -355,7 +348,7 @@ class Machine:
     def _ask_elsewhere(self, event: AcquireRequested | LastTurnRequested, now: float) -> bool:
         """Pass a wish on to the arbiter that it concerns, if that is on another host."""
         session = self.leasing.sessions.get(event.session)
-        if session is None:
+        if session is None or lease_name(event.session, event.request) in session.ended:
             return False
         if isinstance(event, AcquireRequested):
             groups = event.groups or session.groups
@@ -393,6 +386,10 @@ class Machine:
             for session in leasing.gone:
                 self.fronting.on_ended(session)
             leasing.gone.clear()
+        if tenancies.arrived:
+            for job in tenancies.arrived:
+                leasing.tidy(job)
+            tenancies.arrived.clear()
         if tenancies.untold:
             self.hosts.tell_presence()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
@@ -456,12 +453,14 @@ class Machine:
                 leasing.take_place(round_, now)
         leasing.resume_clocks(now)
         for session in leasing.sessions.values():
-            # What a client said may not have been acted upon when the daemon ended.
-            tenancies.claim(session.process, session.job)
+            if session.host is None:
+                # What a client said may not have been acted upon when the daemon ended.
+                tenancies.claim(session.process, session.job)
         jobs = (*tenancies.by_job, *leasing.faults, *tenancies.stranger_jobs)
         for job in dict.fromkeys(jobs):
             leasing.tidy(job)
         self.remains.resume(now)
+        self.hosts.await_leads(now)
         leasing.todo += leasing.drains
 
     def _on_operation(self, event: OperationFinished, now: float) -> None:
@@ -506,7 +505,8 @@ class Machine:
             case KillRequested(job=job, by=by, grace_s=grace_s):
                 self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
             case DrainOrdered(group=group, drain=drain):
-                leasing.drain(group, drain, now)
+                if group in leasing.arbiters:
+                    leasing.drain(group, drain, now)
             case _:
                 assert_never(event)
 
@@ -567,11 +567,14 @@ class Machine:
         """Let what was announced have failed; what needs no record is done all the same."""
         self.unwritten.add(event.records)
         self.timers.set(_JOURNAL, now + self.config.limits.retry_max_s)
-        unwritten = {record.lease for record in event.records if isinstance(record, LeaseRecord)}
+        granted = (LeaseRecord, ForeignLeaseRecord)
+        unwritten = {record.lease for record in event.records if isinstance(record, granted)}
         for action in event.actions:
             match action:
-                case Grant(lease=lease) if lease in unwritten:
-                    self.leasing.revoke_unwritten(lease, event.failure, now)
+                case Grant(lease=lease) | Send(message=Grant(lease=lease)) if lease in unwritten:
+                    text = f"the daemon cannot write its journal: {event.failure.text}"
+                    if not self.fronting.hand_back(lease, text):
+                        self.leasing.revoke_unwritten(lease, text, now)
                 case StartOperation(verb=Verb.FREEZE | Verb.SNAPSHOT):
                     self._fail_operation(action, event.failure, now)
                 case ScanGroups(tenancy=key) | ReserveDeviceMemory(tenancy=key) if (

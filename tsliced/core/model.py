@@ -178,8 +178,9 @@ class Reason:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the daemon's trouble (journal, look at devices) and no fault of a job."""
-        return self.cause is Cause.JOURNAL or (self.cause is Cause.DRIVER and self.rank is None)
+        """Whether it is our trouble (journal, links, look at devices) and no fault of a job."""
+        ours = self.cause in (Cause.JOURNAL, Cause.SILENT)
+        return ours or (self.cause is Cause.DRIVER and self.rank is None)
 
     def __str__(self) -> str:
         where = f" (pid {self.rank.process.pid} on {self.rank.host})" if self.rank else ""

@@ -134,11 +134,15 @@ class Participant:
         self._scans = 0
         return self._drive(now)
 
-    def thaw_alone(self, *, now: float) -> list[Effect]:
-        """Let what is frozen run: whoever ordered it is silent. That epoch is answered CANNOT."""
-        order = self.order
-        if order is None or order.goal is not Goal.FROZEN or self.alone == order.stamp.epoch:
+    def thaw_alone(self, order: Order, *, now: float) -> list[Effect]:
+        """Let what is frozen run: whoever ordered it is silent. That epoch is answered CANNOT.
+
+        `order`: the one that stands, by the journal; a restart has forgotten it.
+        """
+        if self.alone == order.stamp.epoch:
             return []
+        if self.order is None or self.order.stamp < order.stamp:
+            self.order = order
         self.alone, self.answer = order.stamp.epoch, None
         self._fail(Reason(cause=Cause.SILENT, text="it thawed alone: its coordinator was silent"))
         return self._drive(now)

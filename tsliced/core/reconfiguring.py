@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 def bounds_of(limits: CoreLimits) -> FairnessBounds:
     """Return the part of the limits that is about fairness."""
     return FairnessBounds(max_passed_over=limits.max_passed_over, max_wait_s=limits.max_wait_s)
+
+
+def arbiters_of(
+    config: MachineConfig, known: Mapping[GroupName, Arbiter]
+) -> dict[GroupName, Arbiter]:
+    """Return the arbiters of the groups of this host: those that are `known`, and new ones."""
+    bounds = bounds_of(config.limits)
+    here = (group.name for group in config.groups if group.arbiter(config.host) == config.host)
+    return {
+        name: known.get(name)
+        or Arbiter(name=name, policy=config.policies.get(name, Fifo()), bounds=bounds)
+        for name in here
+    }
 
 
 def longest_holds(config: MachineConfig) -> dict[GroupName, float]:
@@ -64,6 +77,9 @@ def _user_of(machine: Machine, group: GroupName) -> str | None:
     for round_ in machine.leasing.rounds.values():
         if group in round_.groups:
             return f"job {round_.job} has it or waits for it"
+    for lease in machine.fronting.leases.values():
+        if group in lease.groups:
+            return f"job {machine.leasing.sessions[lease.session].job} has it"
     key = next(iter(machine.tenancies.by_group[group]), None)
     return None if key is None else f"state of job {key.job} belongs to it"
 
@@ -71,18 +87,11 @@ def _user_of(machine: Machine, group: GroupName) -> str | None:
 def reconfigure(machine: Machine, event: Reconfigured) -> None:
     """Take over another configuration, to which there are no objections."""
     assert not any(objections(machine, event.groups)), "nothing in use changes under its users"
-    leasing, tenancies, old = machine.leasing, machine.tenancies, machine.config
-    machine.config = replace(old, groups=event.groups, limits=event.limits)
-    here = machine.config.host
-    names = [group.name for group in event.groups if group.arbiter(here) == here]
-    bounds = bounds_of(event.limits)
-    arbiters = {
-        name: leasing.arbiters.get(name)
-        or Arbiter(name=name, policy=old.policies.get(name, Fifo()), bounds=bounds)
-        for name in names
-    }
+    leasing, tenancies = machine.leasing, machine.tenancies
+    machine.config = replace(machine.config, groups=event.groups, limits=event.limits)
+    arbiters = arbiters_of(machine.config, leasing.arbiters)
     for arbiter in arbiters.values():
-        arbiter.bounds = bounds
+        arbiter.bounds = bounds_of(event.limits)
     leasing.arbiters = arbiters
     tenancies.by_group = {g.name: tenancies.by_group.get(g.name, {}) for g in event.groups}
     tenancies.hosts_of = hosts_of(machine.config)

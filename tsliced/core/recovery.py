@@ -209,12 +209,14 @@ def _foreign_lease(machine: Machine, record: ForeignLeaseRecord) -> None:
         # Its end could not be written.
         machine.unwritten.add([replace(record, arbiter=None)])
         return
-    machine.fronting.leases[record.lease] = ForeignLease(
-        id=record.lease,
-        session=record.session,
-        request=record.request,
-        arbiter=record.arbiter,
-        tokens=record.tokens,
+    machine.fronting.regain(
+        ForeignLease(
+            id=record.lease,
+            session=record.session,
+            request=record.request,
+            arbiter=record.arbiter,
+            tokens=record.tokens,
+        )
     )
 
 

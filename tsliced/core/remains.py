@@ -94,6 +94,13 @@ class Remains:
         remnant = self.jobs.get(job)
         return remnant is not None and remnant.named
 
+    def on_host_died(self, host: HostName, now: float) -> None:
+        """No client that was on a host is left."""
+        there = [of for of in self.clients_abroad if of[0] == host]
+        jobs = {job for of in there for job in self.clients_abroad.pop(of)}
+        for job in sorted(jobs):
+            self.on_left(job, now)
+
     def has_client_here(self, job: JobKey) -> bool:
         """Whether a client of a job is connected to this host."""
         sessions = self.leasing.sessions_of(job)

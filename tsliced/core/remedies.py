@@ -64,7 +64,7 @@ def out_of_hang(job: JobKey) -> str:
 
 def out_of_silence() -> str:
     """Return what helps where a host of a group is not there."""
-    return "see tslicectl show host; if it is gone for good, an operator can say so"
+    return "see tslicectl show host; if it is gone for good, an operator says tslicectl host-dead"
 
 
 def out_of_loss() -> str:

@@ -97,6 +97,7 @@ class Inhabitants(Tenancies):
         tenancy = self.all[key]
         tenancy.participant.ranks[process] = rank
         self._settle_in(process, key)
+        self.tell_arbiters(tenancy)
         if rank.state is RankState.PARKED and tenancy.coordinator.place is Place.ON:
             # Its job may run there, but not all of it: who holds gets it back.
             tenancy.coordinator.place, tenancy.coordinator.goal = Place.OFF, Goal.OFF

@@ -30,6 +30,7 @@ from tsliced.core.events import (
 from tsliced.core.model import (
     Cause,
     FoundRank,
+    Goal,
     HostName,
     JobKey,
     OpId,
@@ -63,6 +64,8 @@ class Tenancies(Abroad):
     signals: deque[Outcome] = field(default_factory=deque)
     #: Whose coordinator's deadline may have changed.
     touched: dict[TenancyKey, None] = field(default_factory=dict)
+    #: Jobs that another host's coordinator has moved all the way.
+    arrived: dict[JobKey, None] = field(default_factory=dict)
 
     def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Take a stable tenancy off."""
@@ -84,8 +87,8 @@ class Tenancies(Abroad):
         return self.run(tenancy.coordinator.admit(now=now, parked=parked), now)
 
     def _is_beyond_reach(self, tenancy: Tenancy) -> bool:
-        """Whether a move must not begin: a host that takes part in it is silent."""
-        return not self.links.lost.isdisjoint(tenancy.coordinator.hosts)
+        """Whether a move must not begin here: another host leads it, or one of it is silent."""
+        return not tenancy.led_here or not self.links.lost.isdisjoint(tenancy.coordinator.hosts)
 
     def take_back(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Turn back an eviction that nobody needs any more."""
@@ -138,7 +141,7 @@ class Tenancies(Abroad):
     def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
         """Take another host's answer to an order of a coordinator of this one."""
         tenancy = self.all.get(report.tenancy)
-        if report.host != host or tenancy is None or not tenancy.led_here:
+        if report.host != host or tenancy is None or host not in tenancy.coordinator.hosts:
             return []
         self.see_abroad(host, report.states)
         return self.run([report], now)
@@ -168,7 +171,10 @@ class Tenancies(Abroad):
 
     def thaw_alone(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Let ranks run whose freeze was ordered by a coordinator that is silent."""
-        return self.run(self.all[key].participant.thaw_alone(now=now), now)
+        tenancy = self.all[key]
+        stamp = tenancy.coordinator.stamp
+        order = Order(host=self.host, tenancy=key, stamp=stamp, goal=Goal.FROZEN)
+        return self.run(tenancy.participant.thaw_alone(order, now=now), now)
 
     # --- events -------------------------------------------------------------------------------
 
@@ -323,6 +329,10 @@ class Tenancies(Abroad):
             self.touched[report.tenancy] = None
             return tenancy.coordinator.on_report(report, now=now)
         tenancy.coordinator.place = Place.OFF if tenancy.participant.away else Place.ON
+        order = tenancy.participant.order
+        assert order is not None, "only orders are answered"
+        if order.goal in (Goal.ON, Goal.OFF) or report.stamp == NO_STAMP:
+            self.arrived[tenancy.key.job] = None
         if report.stamp == NO_STAMP:
             # Nobody has asked for it.
             self.tell_arbiters(tenancy)

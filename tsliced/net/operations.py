@@ -130,6 +130,11 @@ class Operations:
         if host["state"] == "connected":
             text = f"{request.host} is connected: its daemon answers, so it is not dead"
             return Refusal("refused", text)
+        if HostName(request.host) in self._driver.machine.hosts.links.up:
+            text = (
+                f"{request.host} is {host['state']}: its connection stands; wait until it is lost"
+            )
+            return Refusal("refused", text)
         return None
 
     def _groups(self, request: DrainOrder) -> list[GroupName] | Refusal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from libtimeslice.protocol import Message
@@ -19,6 +19,7 @@ from tsliced.core.actions import (
     TellStalled,
     TellWarning,
 )
+from tsliced.core.fronting import ForeignLease
 from tsliced.core.model import JobKey
 from tsliced.core.sessions import LeaseState, Session
 
@@ -28,16 +29,18 @@ def job_message(job: JobKey) -> Message:
     return {"cluster": job.cluster, "uid": job.uid, "id": job.id}
 
 
-def held_leases(session: Session) -> list[Message]:
-    """Return the leases that a session holds, for a client that comes back."""
+def held_leases(session: Session, elsewhere: Iterable[ForeignLease]) -> list[Message]:
+    """Return the leases that a session holds, here and elsewhere, for a client that comes back."""
+    here = (lease for lease in session.leases.values() if lease.state is LeaseState.HELD)
+    held = [(lease.id, lease.tokens) for lease in here]
+    held += [(lease.id, lease.tokens) for lease in elsewhere]
     return [
         {
-            "lease": lease.id,
-            "groups": list(lease.groups),
-            "tokens": {group: token.as_int() for group, token in lease.tokens},
+            "lease": lease,
+            "groups": [group for group, _ in tokens],
+            "tokens": {group: token.as_int() for group, token in tokens},
         }
-        for lease in session.leases.values()
-        if lease.state is LeaseState.HELD
+        for lease, tokens in held
     ]
 
 

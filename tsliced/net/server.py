@@ -334,9 +334,13 @@ class Server:
                 "grace_s": config.limits.grace_s,
                 "job": job_message(client.job),
                 "groups": list(groups),
-                "leases": held_leases(resumed) if resumed is not None else [],
+                "leases": self._held_by(resumed) if resumed is not None else [],
             }
         )
+
+    def _held_by(self, session: Session) -> list[Message]:
+        """Return what a session holds, of this host's arbiters and of others."""
+        return held_leases(session, self._driver.machine.fronting.held_by(session.id))
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -6,12 +6,24 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
+from simulated import job
 from world import LIMITS, World
 
 from tsliced.core.actions import Action, Send
 from tsliced.core.events import HostDied, PeerConnected, PeerDisconnected, PeerLost, PeerSaid
 from tsliced.core.messages import PeerMessage
-from tsliced.core.model import CoreLimits, DeviceId, GroupConfig, GroupName, HostName
+from tsliced.core.model import (
+    CoreLimits,
+    DeviceId,
+    GroupConfig,
+    GroupName,
+    HostName,
+    LeaseId,
+    ProcessId,
+    RankState,
+    RequestId,
+    SessionId,
+)
 
 N1, N2, N3 = HostName("n1"), HostName("n2"), HostName("n3")
 
@@ -117,16 +129,29 @@ class Lab:
             if other != host and frozenset((host, other)) in self.cut:
                 self.connect(host, other)
 
-    def restart(self, host: HostName) -> None:
-        """Kill a daemon and start it again; its links come up anew."""
-        self.isolate(host)
-        self[host].outbox.clear()
-        self[host].restart()
-        self.rejoin(host)
+    def restart(self, host: HostName, *, links: bool = True, finish: bool = True) -> None:
+        """Kill a daemon and start it again; its links come up anew, or not yet.
+
+        `finish`: as `World.restart`.
+        """
+        self._vanish(host)
+        self[host].restart(finish=finish)
+        if links:
+            self.rejoin(host)
+
+    def _vanish(self, host: HostName) -> None:
+        """Let a daemon be gone: what it had to say is lost, and the others see that it is gone."""
+        self.collect()
+        self.wire = deque(item for item in self.wire if host not in item[:2])
+        for other in self.worlds:
+            link = frozenset((host, other))
+            if other != host and link not in self.cut:
+                self.cut.add(link)
+                self[other].feed(PeerDisconnected(host=host))
 
     def reboot(self, host: HostName) -> None:
         """Let a host lose its power and come back: nothing that was there is left."""
-        self.isolate(host)
+        self._vanish(host)
         old = self[host]
         self.boots[host] = self.boots.get(host, 0) + 1
         self.worlds[host] = HostWorld(
@@ -176,9 +201,101 @@ class Lab:
                 return
         raise AssertionError("it never comes to rest")
 
+    def by_hand(self) -> None:
+        """Let nothing more happen by itself: `step` does it."""
+        for world in self.worlds.values():
+            world.auto = False
+
+    def by_itself(self) -> None:
+        """Let everything happen by itself again."""
+        for world in self.worlds.values():
+            world.auto = True
+        self.run()
+
+    def step(self) -> bool:
+        """Let the next thing happen, on one host or between two; return whether there was one."""
+        for world in self.worlds.values():
+            if world.inbox:
+                world.read()
+                return True
+            if world.pending:
+                world.finish()
+                return True
+        return self.deliver()
+
     def pass_time(self, seconds: float, *, step_s: float = 0.1) -> None:
         """Let time go by on all hosts alike."""
         for _ in range(round(seconds / step_s)):
             for world in self.worlds.values():
                 world.pass_time(step_s)
             self.run()
+
+
+# --- what most tests begin with -------------------------------------------------------------------
+
+#: A group of the first two hosts, which the first one arbitrates.
+G = GroupName("g")
+
+
+def pair(limits: CoreLimits = LIMITS) -> Lab:
+    """Return two hosts that share one group, which the first one arbitrates."""
+    return Lab({G: (N1, N2)}, limits)
+
+
+def hold(lab: Lab, name: str, host: HostName = N1) -> tuple[LeaseId, list[ProcessId]]:
+    """Let a job acquire the group from a host and come up with a rank on each host."""
+    lease = ask(lab, name, host)
+    assert held(lab, lease, host)
+    return lease, [come_up(lab, name, at) for at in (N1, N2)]
+
+
+def ask(lab: Lab, name: str, host: HostName = N1, *, timeout_s: float | None = None) -> LeaseId:
+    """Let a client of a job ask for the group from a host."""
+    session = lab[host].session(job(name))
+    lease = lab[host].acquire(session, G, timeout_s=timeout_s)
+    lab.run()
+    return lease
+
+
+def come_up(lab: Lab, name: str, host: HostName) -> ProcessId:
+    """Let a job make a context on a host's device, and the daemon see it."""
+    rank = lab[host].context(job(name), device(host, G))
+    lab[host].processes[rank].lawful = True
+    lab[host].look()
+    lab.run()
+    return rank
+
+
+def release(lab: Lab, lease: LeaseId, host: HostName = N1) -> RequestId:
+    """Let a client give its lease back."""
+    request = lab[host].release(lease)
+    lab.run()
+    return request
+
+
+def session_of(lease: LeaseId) -> SessionId:
+    """Return the session whose request a lease is named after."""
+    return SessionId(lease.rpartition(".")[0])
+
+
+def held(lab: Lab, lease: LeaseId, host: HostName) -> bool:
+    """Whether a client of a host believes to hold a lease."""
+    client = lab[host].clients.get(session_of(lease))
+    return client is not None and lease in client.held
+
+
+def states(lab: Lab, ranks: list[ProcessId]) -> list[RankState]:
+    """Return where ranks on the first host and the second are."""
+    return [lab[host].state(rank) for host, rank in zip((N1, N2), ranks, strict=True)]
+
+
+def assert_alone(lab: Lab) -> None:
+    """Assert that the clients that believe to hold the group are of one job."""
+    holders = {
+        client.job
+        for world in lab.worlds.values()
+        for client in world.clients.values()
+        for tokens in client.held.values()
+        if G in dict(tokens)
+    }
+    assert len(holders) <= 1, f"{holders} hold it at the same time"

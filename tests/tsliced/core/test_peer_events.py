@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
 from world import World
 
-from tsliced.core.actions import Effects
-from tsliced.core.events import PeerConnected, PeerEvent, PeerSaid
-from tsliced.core.messages import LiveSessions
+from tsliced.core.actions import Effects, HostRecord, Send
+from tsliced.core.events import PeerConnected, PeerDisconnected, PeerSaid
+from tsliced.core.messages import HeldLeases, LiveSessions
 from tsliced.core.model import HostName
 
 OTHER = HostName("n2")
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        PeerConnected(host=OTHER, boot="b"),
-        PeerSaid(host=OTHER, message=LiveSessions(sessions=())),
-    ],
-)
-def test_a_host_that_nothing_is_shared_with_changes_nothing(event: PeerEvent) -> None:
+def test_a_host_that_nothing_is_shared_with_is_told_who_is_here_and_changes_nothing() -> None:
     world = World()
-    assert world.feed(event) == Effects()
+    told = Send(host=OTHER, message=LiveSessions(sessions=()))
+    first = world.feed(PeerConnected(host=OTHER, boot="b"))
+    assert first == Effects(records=(HostRecord(host=OTHER, boot="b"),), actions=(told,))
+    assert world.feed(PeerDisconnected(host=OTHER)) == Effects()
+    again = world.feed(PeerConnected(host=OTHER, boot="b"))
+    assert again == Effects(actions=(told,)), "which run it is, is known"
+    effects = world.feed(PeerSaid(host=OTHER, message=LiveSessions(sessions=())))
+    assert effects == Effects(actions=(Send(host=OTHER, message=HeldLeases(leases=())),))

@@ -557,6 +557,7 @@ class World:
         session = self.machine.leasing.sessions.get(client.session)
         leases = session.leases.values() if session is not None else ()
         held = [lease.id for lease in leases if lease.tokens]
+        held += [lease.id for lease in self.machine.fronting.held_by(client.session)]
         lost = client.held.keys() - set(held)
         client.lost += lost
         for lease in lost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
+    ForeignLeaseRecord,
+    HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
     RankEndedRecord,
@@ -130,6 +132,20 @@ def remains(*, over: bool = False) -> RemainsRecord:
     return RemainsRecord(job=JOB, orphaned=not over, survivors=() if over else (RANK.process,))
 
 
+def host() -> HostRecord:
+    return HostRecord(host=HostName("n2"), boot="22222222-3333-4444-5555-666666666666")
+
+
+def foreign_lease(*, over: bool = False) -> ForeignLeaseRecord:
+    return ForeignLeaseRecord(
+        lease=LeaseId("s-1.5"),
+        session=SessionId("s-1"),
+        request=RequestId(5),
+        arbiter=None if over else HostName("n2"),
+        tokens=((TRAINER, Counter(7, 5)),),
+    )
+
+
 TENANCY_ENDED = TenancyEndedRecord(tenancy=TENANCY)
 RANK_ENDED = RankEndedRecord(rank=RANK)
 
@@ -142,6 +158,8 @@ STANDING: tuple[Record, ...] = (
     remains(),
     tenancy(),
     rank(),
+    host(),
+    foreign_lease(),
     lease(1),
     lease(2),
     lease_ended(0),

@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from journal_records import fault, lease, lease_ended, rank, session, tenancy
+from journal_records import (
+    drain,
+    fault,
+    lease,
+    lease_ended,
+    rank,
+    remains,
+    session,
+    stranger,
+    tenancy,
+)
 
 from tsliced.core.actions import Record
 from tsliced.host import record_codec
@@ -30,6 +40,18 @@ STANDING_IN: dict[str, tuple[Record, ...]] = {
         lease_ended(0),
         lease_ended(9),
     ),
+    "layout-2": (
+        session("s-1"),
+        fault(),
+        drain(),
+        stranger(),
+        remains(),
+        tenancy(),
+        rank(),
+        lease(1),
+        lease(2),
+        lease_ended(0),
+    ),
 }
 
 
@@ -42,7 +64,7 @@ def test_a_journal_of_each_earlier_layout_is_brought_up(tmp_path: Path, layout: 
         with closing(Journal.open(directory, now_unix=2e9, boot=KEPT_BOOT)) as journal:
             assert journal.load() == STANDING_IN[layout]
             assert (journal.generation, journal.ceiling) == KEPT_NUMBERS
-            # Its events, which were kept as maps, are dropped; their numbers are not used again.
+            # Events that were kept as maps are dropped; their numbers are not used again.
             assert journal.open_history(10).next_seq > 1
             assert tuple(journal.warnings) == ()
 

@@ -67,6 +67,7 @@ PRESENCE = Presence(
             groups=(GroupName("both"),),
         ),
     ),
+    clients=(JOB,),
     shortages=((JOB, "no host memory"),),
 )
 

@@ -193,7 +193,7 @@ def test_what_no_core_can_have_said_ends_the_link_and_reaches_nobody_g9(run: Run
 def test_a_host_that_cannot_be_told_all_is_told_nothing_and_its_link_ends(run: Run) -> None:
     async def story() -> None:
         shortages = ((TENANCY.job, "x" * 4096),) * 300
-        large = Presence(group=GroupName("both"), ranks=(), shortages=shortages)
+        large = Presence(group=GroupName("both"), ranks=(), clients=(), shortages=shortages)
         one, two = Side(N1), Side(N2)
         async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
             await until(lambda: one.events, "a link")

@@ -10,6 +10,7 @@ import pytest
 from libtimeslice.errors import error_from
 from libtimeslice.protocol import FrameReader, Message, encode
 from libtimeslice.session import Ask, Session
+from tsliced.core import sessions as core_sessions
 from tsliced.core.actions import (
     ClientAction,
     ConfirmCancel,
@@ -22,7 +23,9 @@ from tsliced.core.actions import (
     TellRankLost,
     TellStalled,
 )
+from tsliced.core.fronting import ForeignLease
 from tsliced.core.model import (
+    Arrival,
     Cause,
     Counter,
     GroupName,
@@ -33,9 +36,10 @@ from tsliced.core.model import (
     RankId,
     Reason,
     RequestId,
+    RoundId,
     SessionId,
 )
-from tsliced.net.replies import MESSAGES, job_message
+from tsliced.net.replies import MESSAGES, held_leases, job_message
 
 SESSION, LEASE = SessionId("s"), LeaseId("s.1")
 G1, G2 = GroupName("g1"), GroupName("g2")
@@ -122,3 +126,40 @@ def test_who_waits_is_told_who_is_in_the_way_and_why() -> None:
 
 def test_a_job_is_told_by_its_whole_key() -> None:
     assert job_message(JOB) == {"cluster": "west", "uid": 1000, "id": "a"}
+
+
+def test_a_client_that_comes_back_is_told_what_it_holds_here_and_elsewhere_g8() -> None:
+    """One that only waits is not listed."""
+    group = GroupName("far")
+    session = core_sessions.Session(
+        id=SESSION,
+        job=JobKey("", 1000, "a"),
+        process=ProcessId(1, 1),
+        secret=b"",
+        groups=(group,),
+    )
+    for number, tokens in ((1, ((GroupName("near"), Counter(1, 2)),)), (2, ())):
+        session.leases[RequestId(number)] = core_sessions.Lease(
+            id=LeaseId(f"s.{number}"),
+            session=SESSION,
+            request=RequestId(number),
+            round=RoundId(1),
+            groups=(GroupName("near"),),
+            phase="",
+            ranks=1,
+            arrival=Arrival.ALL,
+            asked_at=0.0,
+            state=core_sessions.LeaseState.HELD if tokens else core_sessions.LeaseState.WAITING,
+            tokens=tokens,
+        )
+    far = ForeignLease(
+        id=LeaseId("s.3"),
+        session=SESSION,
+        request=RequestId(3),
+        arbiter=HostName("n2"),
+        tokens=((group, Counter(1, 3)),),
+    )
+    assert held_leases(session, [far]) == [
+        {"lease": "s.1", "groups": ["near"], "tokens": {"near": Counter(1, 2).as_int()}},
+        {"lease": "s.3", "groups": ["far"], "tokens": {"far": Counter(1, 3).as_int()}},
+    ]
