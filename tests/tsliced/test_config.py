@@ -305,7 +305,7 @@ class TestBarrier:
             '[daemon]\nhost = "n1"\n[groups.g]\ndevices = ["n1:0-3"]\n'
             "[limits]\nbarrier_timeout_s = 85\n",
         )
-        assert config.limits.barrier_timeout_s == 85
+        assert config.limits.core.barrier_timeout_s == 85
         assert len(resolve_groups(config, INVENTORY)) == 1
 
     def test_what_only_the_devices_tell_is_checked_when_they_are_known(self, main: Path) -> None:

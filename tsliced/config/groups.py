@@ -153,7 +153,8 @@ def check_barrier(config: Config, group: str, ranks: Mapping[HostName, int]) -> 
 
     `ranks` counts, by host, one rank for each device. Ranks of a host are frozen one by one.
     """
-    barrier_s, core = config.limits.barrier_timeout_s, config.limits.core
+    core = config.limits.core
+    barrier_s = core.barrier_timeout_s
     if barrier_s is None or not ranks:
         return
     host, count = max(ranks.items(), key=lambda item: item[1])

@@ -131,7 +131,7 @@ def _read_limits(reader: Reader, memory: MemorySettings) -> Limits:
     path = ("limits",)
     # One table holds them all: who sets a limit need not know which part of the daemon keeps it.
     core_names = [name for name in _names(CoreLimits) if name not in CORE_ELSEWHERE]
-    reader.expect(path, ["barrier_timeout_s", *core_names, *_names(ServerLimits)])
+    reader.expect(path, [*core_names, *_names(ServerLimits)])
     core = reader.section(path, CoreLimits, rules=CORE_RULES)
     core = replace(core, **{name: getattr(memory, name) for name in CORE_ELSEWHERE})
     server = reader.section(path, ServerLimits)

@@ -124,8 +124,6 @@ class Limits:
 
     core: CoreLimits = field(default_factory=CoreLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
-    #: Time-out of one FROZEN barrier; left out: derived from the ranks that must be frozen.
-    barrier_timeout_s: float | None = None
 
 
 #: For the fields of `CoreLimits`, which is below configuration and carries no rules.

@@ -182,7 +182,8 @@ class Coordinator:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
         limits = self.limits
         freezes_s = max(1, ranks) * limits.freeze_timeout_s
-        self._barrier_s = limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
+        derived_s = limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
+        self._barrier_s = limits.barrier_timeout_s or derived_s
         return self._begin(Place.FREEZING, now)
 
     def admit(self, *, now: float, parked: bool) -> list[Effect]:

@@ -257,7 +257,9 @@ class CoreLimits:
     quiesce_timeout_s: float = 30.0
     #: A participant whose coordinator is silent for so long thaws what it was to freeze.
     alone_s: float = 20.0
-    #: Time-out of one FROZEN barrier; None: derived from the ranks that must be frozen.
+    #: Time-out of one FROZEN barrier; None: derived from the ranks that must be frozen, ...
+    barrier_timeout_s: float | None = None
+    #: ... with this for all that is done beside.
     barrier_margin_s: float = 15.0
     #: While a barrier is waited for, it is said so often whom it waits for.
     barrier_report_s: float = 5.0

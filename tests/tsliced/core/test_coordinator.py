@@ -167,6 +167,13 @@ def test_what_fails_on_one_host_turns_an_eviction_back_on_all_under_a_new_epoch(
     assert move.coordinator.place is Place.ON
 
 
+def test_a_freeze_may_take_as_long_as_it_is_configured_to() -> None:
+    move = Move()
+    move.coordinator.limits = replace(LIMITS, barrier_timeout_s=7.0)
+    move.evict()
+    assert move.coordinator.deadline == 7.0
+
+
 def test_a_freeze_that_takes_too_long_is_turned_back_and_names_who_is_missing() -> None:
     move = Move()
     move.evict()
