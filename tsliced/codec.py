@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -38,10 +39,15 @@ class Codec(NamedTuple):
     unpack: Convert
 
 
+def shown(value: object) -> str:
+    """Return any plain value as text for an error, however large or deep it is."""
+    return f"{reprlib.repr(value):.80}"
+
+
 def items_of(value: object, count: int | None = None) -> Sequence[object]:
     """Return a plain sequence, of that many items; raise `CodecError` if it is none."""
     if not isinstance(value, (list, tuple)):
-        raise CodecError(f"{value!r:.80} where a sequence was expected")
+        raise CodecError(f"{shown(value)} where a sequence was expected")
     if count is not None and len(value) != count:
         raise CodecError(f"{len(value)} values where {count} were expected")
     return value
@@ -76,7 +82,7 @@ class Codecs:
         def unpack(value: object) -> object:
             # Exact, because a bool is an int.
             if type(value) is not kind:
-                raise CodecError(f"{value!r:.80} where {kind.__name__} was expected")
+                raise CodecError(f"{shown(value)} where {kind.__name__} was expected")
             return value
 
         return Codec(None, unpack)
@@ -87,7 +93,7 @@ class Codecs:
         def unpack(value: object) -> float:
             # A float field that was given an int is carried as an int.
             if type(value) is not float and type(value) is not int:
-                raise CodecError(f"{value!r:.80} where a number was expected")
+                raise CodecError(f"{shown(value)} where a number was expected")
             return float(value)
 
         return Codec(None, unpack)
@@ -95,6 +101,10 @@ class Codecs:
     def items(self, value: object) -> Sequence[object]:
         """Return a plain sequence of any length that is let through; raise `CodecError`."""
         return items_of(value)
+
+    def product(self, codecs: Sequence[Codec], make: Callable[..., Any]) -> Codec:
+        """Return the codec of a named tuple, or of another tuple of a fixed length."""
+        return product(codecs, None, make)
 
     def of_dataclass(self, kind: type[Any]) -> Codec:
         """Return the codec of a dataclass."""
@@ -122,7 +132,7 @@ class Codecs:
         if dataclasses.is_dataclass(kind):
             return self.of_dataclass(kind)
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return product(self.fields(kind, kind._fields), None, kind)
+            return self.product(self.fields(kind, kind._fields), kind)
         return None
 
     def _of_generic(self, origin: object, arguments: tuple[Any, ...]) -> Codec | None:
@@ -134,7 +144,7 @@ class Codecs:
         if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
             return self._uniform_tuple(self.of(arguments[0]))
         if origin is tuple:
-            return product([self.of(hint) for hint in arguments], None, lambda *items: items)
+            return self.product([self.of(hint) for hint in arguments], lambda *items: items)
         return None
 
     def _uniform_tuple(self, inner: Codec) -> Codec:
@@ -195,7 +205,7 @@ def _of_enum(kind: type[enum.Enum]) -> Codec:
         try:
             return members[value]
         except (KeyError, TypeError) as exc:
-            raise CodecError(f"{value!r:.80} is no {kind.__name__}") from exc
+            raise CodecError(f"{shown(value)} is no {kind.__name__}") from exc
 
     return Codec(None, unpack)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from tsliced.codec import CodecError, Codecs, Convert, items_of, value_of_member
+from tsliced.codec import CodecError, Codecs, Convert, items_of, shown, value_of_member
 from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
@@ -121,7 +121,7 @@ def decode(entry: object) -> Record:
     tag, fields = items_of(entry, 2)
     unpack = _UNPACKERS.get(tag) if isinstance(tag, int) else None
     if unpack is None:
-        raise CodecError(f"unknown record type {tag!r:.80}")
+        raise CodecError(f"unknown record type {shown(tag)}")
     record: Record = unpack(fields)
     return record
 
@@ -162,7 +162,7 @@ def _migrate(entry: Any, schema: int) -> Entry | None:
             raise CodecError(f"layout {version} was never written")
         tag, fields = items_of(entry, 2)
         if not isinstance(tag, int):
-            raise CodecError(f"unknown record type {tag!r:.80}")
+            raise CodecError(f"unknown record type {shown(tag)}")
         entry = MIGRATIONS[version]((tag, items_of(fields)))
     migrated: Entry | None = entry
     return migrated

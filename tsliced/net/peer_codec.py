@@ -30,6 +30,8 @@ from tsliced.codec import (
     fetch_of,
     items_of,
     packer_of,
+    product,
+    shown,
     value_of_member,
 )
 from tsliced.core.events import SessionOpened
@@ -40,6 +42,8 @@ from tsliced.net.peer_messages import PeerRefused, Say
 
 #: Entries of one row, for example ranks of a host.
 MAX_ITEMS: Final = 65_536
+#: Values of one kind that are kept, because they come again and again.
+MAX_KNOWN: Final = 65_536
 #: Characters of a text that explains something; what is longer is cut off.
 MAX_REASON: Final = 4096
 
@@ -83,6 +87,9 @@ class _PeerCodecs(Codecs):
             raise CodecError(f"{len(items)} entries, and {MAX_ITEMS} are the most")
         return items
 
+    def product(self, codecs: Sequence[Codec], make: Callable[..., Any]) -> Codec:
+        return _remembering(product(codecs, None, make))
+
     def of_dataclass(self, kind: type[Any]) -> Codec:
         row = self.row(kind, [field.name for field in dataclasses.fields(kind)])
         return Codec(row.pack, lambda value: kind(**row.unpack(value)))
@@ -106,13 +113,39 @@ class _PeerCodecs(Codecs):
         return Codec(packer_of(codecs, fetch_of(names)), unpack)
 
 
+def _remembering(codec: Codec) -> Codec:
+    """Return a codec that knows values again: jobs, stamps and ranks with their states.
+
+    To look a value up costs a tenth of what it costs to check and make it. `True` is then taken for
+    a 1 that came before it, which is what it becomes: what comes out was checked.
+    """
+    known: dict[object, object] = {}
+    unpack = codec.unpack
+
+    def recall(value: object) -> object:
+        try:
+            return known[value]
+        except KeyError:
+            pass
+        except TypeError:
+            # Lists, of another implementation, or what should not be there.
+            return unpack(value)
+        found = unpack(value)
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[value] = found
+        return found
+
+    return Codec(codec.pack, recall)
+
+
 def _name(*, least: int = 1) -> Codec:
     """Return the codec of a string that something is found by: it comes as it is, or not at all."""
 
     def unpack(value: object) -> str:
         if isinstance(value, str) and least <= len(value) <= MAX_TEXT and value.isprintable():
             return value
-        raise CodecError(f"{value!r:.80} where a name was expected")
+        raise CodecError(f"{shown(value)} where a name was expected")
 
     return Codec(None, unpack)
 
@@ -120,7 +153,7 @@ def _name(*, least: int = 1) -> Codec:
 def _text_untrusted(value: object) -> str:
     # For people: an odd character in an error's text is no reason to leave each other.
     if not isinstance(value, str):
-        raise CodecError(f"{value!r:.80} where a text was expected")
+        raise CodecError(f"{shown(value)} where a text was expected")
     text = value[:MAX_REASON]
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
@@ -128,7 +161,7 @@ def _text_untrusted(value: object) -> str:
 def _number_untrusted(value: object) -> float:
     if value.__class__ in (float, int) and math.fabs(typing.cast("float", value)) <= MAX_TIMEOUT_S:
         return float(typing.cast("float", value))
-    raise CodecError(f"{value!r:.80} where a number was expected")
+    raise CodecError(f"{shown(value)} where a number was expected")
 
 
 def _whole(least: int, most: int) -> Codec:
@@ -136,7 +169,7 @@ def _whole(least: int, most: int) -> Codec:
         # Exact, because a bool is an int.
         if type(value) is int and least <= value <= most:
             return value
-        raise CodecError(f"{value!r:.80} where a whole number {least}..{most} was expected")
+        raise CodecError(f"{shown(value)} where a whole number {least}..{most} was expected")
 
     return Codec(None, unpack)
 
@@ -145,7 +178,7 @@ def _bytes() -> Codec:
     def unpack(value: object) -> bytes:
         if isinstance(value, bytes) and len(value) <= MAX_SECRET:
             return value
-        raise CodecError(f"{value!r:.80} where at most {MAX_SECRET} bytes were expected")
+        raise CodecError(f"{shown(value)} where at most {MAX_SECRET} bytes were expected")
 
     return Codec(None, unpack)
 

@@ -1,4 +1,4 @@
-"""One connection to the daemon of another host: made, both sides known, then messages.
+"""How a connection to the daemon of another host is made, and both sides know each other.
 
 Of two hosts the one whose name comes first connects, so that there is one connection for each pair,
 whoever starts first.
@@ -11,8 +11,8 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from tsliced.config import PeerAddress, PeerSettings
@@ -22,32 +22,23 @@ from tsliced.net.peer_auth import (
     Credentials,
     Exchange,
     Half,
-    check_certificate,
     check_half,
     open_half_untrusted,
 )
 from tsliced.net.peer_messages import (
-    GREETING_BYTES,
     NONCE_BYTES,
     PEER_VERSION,
-    Bye,
     Challenge,
     Credential,
-    Frames,
     Greeting,
     Hello,
-    PeerMessage,
     PeerRefused,
     Proof,
-    Refusal,
     Welcome,
     check_agreement,
     check_greeting,
 )
-
-
-class PeerGone(Exception):  # noqa: N818 - as PeerRefused
-    """The connection cannot be made, or ended; the text says how."""
+from tsliced.net.peer_stream import Link, PeerGone, refused_by_tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,132 +60,25 @@ def new_incarnation() -> str:
     return f"{boot}/{time.clock_gettime_ns(time.CLOCK_BOOTTIME)}"
 
 
-class Link:
-    """A connection. Belongs to the event loop; close it."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        settings: PeerSettings,
-    ) -> None:
-        self.frames = Frames(max_bytes=GREETING_BYTES)
-        self._reader = reader
-        self._writer = writer
-        self._most_unsent = settings.max_unsent_bytes
-        self._max_frame_bytes = settings.max_peer_frame_bytes
-        #: Why this side ended it.
-        self._dropped = ""
-        if (sock := writer.get_extra_info("socket")) is not None:
-            set_options(sock, settings)
-
-    @property
-    def address(self) -> str:
-        """Where the other side is."""
-        name = self._writer.get_extra_info("peername")
-        return f"{name[0]}:{name[1]}" if name else "unknown"
-
-    def check_certificate(self, host: str) -> None:
-        """With TLS: raise `PeerRefused` if the other side is not this host."""
-        if (session := self._writer.get_extra_info("ssl_object")) is not None:
-            check_certificate(session.getpeercert(), host)
-
-    def trust(self) -> None:
-        """Take frames of the usual size from now on: the other side has proved who it is."""
-        self.frames.max_bytes = self._max_frame_bytes
-
-    def send(self, message: PeerMessage) -> None:
-        """Send a message; a side that does not read loses its connection.
-
-        Raises `PeerRefused` (``too_large``), and then nothing is sent.
-        """
-        if not self._writer.transport.is_closing():
-            self._write(self.frames.encode(message))
-
-    def send_bodies(self, bodies: Iterable[bytes]) -> None:
-        """Send messages that are maps in msgpack already, with one write.
-
-        As `send`, but if one of them is too large the connection is of no more use: drop it.
-        """
-        if not self._writer.transport.is_closing():
-            self._write(b"".join([self.frames.seal(body) for body in bodies]))
-
-    def _write(self, data: bytes) -> None:
-        transport = self._writer.transport
-        if transport.get_write_buffer_size() > self._most_unsent:
-            self.drop(f"it has not read {self._most_unsent} bytes that were sent to it")
-            return
-        self._writer.write(data)
-
-    async def receive(self) -> PeerMessage:
-        """Return the next message. Raises `PeerGone` or `PeerRefused`."""
-        try:
-            header = await self._reader.readexactly(4)
-            data = await self._reader.readexactly(self.frames.length_untrusted(header))
-        except ssl.SSLError as exc:
-            raise _refused_by_tls(exc) from exc
-        except (OSError, asyncio.IncompleteReadError) as exc:
-            # What this side did is the better reason.
-            text = self._dropped or (exc.strerror if isinstance(exc, OSError) else None)
-            raise PeerGone(text or "it closed the connection") from exc
-        if self._dropped:
-            raise PeerGone(self._dropped)
-        return self.frames.decode_untrusted(data)
-
-    async def expect(self, kind: type[PeerMessage]) -> PeerMessage:
-        """Return the next message, which must be of one kind; a refusal is raised."""
-        message = await self.receive()
-        if isinstance(message, Refusal):
-            raise PeerRefused(message.code, message.text, told=True)
-        if not isinstance(message, kind):
-            raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
-        return message
-
-    def refuse(self, refusal: PeerRefused) -> None:
-        """Say why this side does not go on, unless it was the other one; then close."""
-        if not refusal.told:
-            self.send(Refusal(code=refusal.code, text=_printable(str(refusal))))
-        self.close()
-
-    def leave(self) -> None:
-        """Say that this daemon ends; then close."""
-        self.send(Bye())
-        self.close()
-
-    def close(self) -> None:
-        """Close after what was sent; the kernel gives up on that in time: see `set_options`."""
-        self._writer.close()
-
-    def drop(self, reason: str) -> None:
-        """End it at once."""
-        self._dropped = reason
-        self._writer.transport.abort()
-
-
-def set_options(sock: socket.socket, settings: PeerSettings) -> None:
-    """Have the kernel send at once, and give up when the other side is LOST too."""
-    with suppress(OSError):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.lost_s * 1000))
-
-
 async def dial(identity: Identity, host: HostName, where: PeerAddress) -> tuple[Link, Hello]:
     """Connect to a host; return the link and what the host said of itself.
 
     Raises `PeerGone` or `PeerRefused`.
     """
     settings, context = identity.settings, identity.credentials.dialing
+    link = Link(settings)
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
-            reader, writer = await asyncio.open_connection(where.address, where.port, ssl=context)
+            await asyncio.get_running_loop().create_connection(
+                lambda: link, where.address, where.port, ssl=context
+            )
     except TimeoutError as exc:
         limit_s = settings.connect_timeout_s
         raise PeerGone(f"{where} did not take a connection within {limit_s:g} s") from exc
     except ssl.SSLError as exc:
-        raise _refused_by_tls(exc) from exc
+        raise refused_by_tls(exc) from exc
     except OSError as exc:
         raise PeerGone(f"{where}: {exc.strerror or exc}") from exc
-    link = Link(reader, writer, settings)
     async with _limited(link, settings, f"{where} did not answer as a daemon"):
         link.check_certificate(host)
         return link, await _introduce(link, identity, host)
@@ -268,21 +152,20 @@ async def receive_link(identity: Identity, sock: socket.socket) -> tuple[Link, H
     Raises `PeerGone` or `PeerRefused`. The socket is closed then.
     """
     loop, settings = asyncio.get_running_loop(), identity.settings
-    reader = asyncio.StreamReader(loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     context = identity.credentials.accepting
     limit_s = settings.greeting_timeout_s if context is not None else None
+    link = Link(settings)
     try:
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, sock, ssl=context, ssl_handshake_timeout=limit_s
+        # With TLS, uvloop returns a protocol of its own.
+        await loop.connect_accepted_socket(
+            lambda: link, sock, ssl=context, ssl_handshake_timeout=limit_s
         )
     except ssl.SSLError as exc:
-        raise _refused_by_tls(exc) from exc
+        raise refused_by_tls(exc) from exc
     except OSError as exc:
         # asyncio sends no TLS alert when it refuses a certificate, so this is all that is seen.
         text = "TLS: it ended the handshake; it may not accept the certificate of this host"
         raise PeerRefused("auth", text) from exc
-    link = Link(reader, asyncio.StreamWriter(transport, protocol, reader, loop), settings)
     async with _limited(link, settings, "it did not say who it is"):
         return link, await _receive(link, identity)
 
@@ -370,12 +253,3 @@ async def _limited(link: Link, settings: PeerSettings, what: str) -> AsyncIterat
     except BaseException:
         link.drop("")
         raise
-
-
-def _refused_by_tls(error: ssl.SSLError) -> PeerRefused:
-    reason = getattr(error, "verify_message", None) or error.reason or str(error)
-    return PeerRefused("auth", f"TLS: {_printable(reason).lower().replace('_', ' ')}")
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)[:1000] or "no reason"

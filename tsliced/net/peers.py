@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from tsliced.core.events import PeerConnected, PeerDisconnected, PeerEvent, Peer
 from tsliced.core.model import HostName
 from tsliced.net import peer_codec
 from tsliced.net.listening import ListenError
-from tsliced.net.peer_link import Identity, Link, PeerGone, dial, receive_link
+from tsliced.net.peer_link import Identity, dial, receive_link
 from tsliced.net.peer_liveness import Liveness, PeerState
 from tsliced.net.peer_messages import (
     JOBS,
@@ -38,6 +39,7 @@ from tsliced.net.peer_messages import (
     Refusal,
     Say,
 )
+from tsliced.net.peer_stream import Link, PeerGone
 
 BACKLOG: Final = 128
 #: Looks at who is silent, in one heartbeat.
@@ -267,9 +269,7 @@ class Peers:
             self._post(PeerConnected(host=peer.host, boot=hello.boot))
         reason = ""
         try:
-            while not isinstance(message := await link.receive(), Bye | Refusal):
-                self._hear(peer)
-                self._take(peer, link, message)
+            await link.serve(partial(self._take, peer, link))
             reason = "its daemon was stopped"
         except PeerGone as exc:
             reason = str(exc)
@@ -281,8 +281,19 @@ class Peers:
             link.close()
             self._on_ended(peer, link, reason)
 
-    def _take(self, peer: _Peer, link: Link, message: PeerMessage) -> None:
+    def _take(self, peer: _Peer, link: Link, message: PeerMessage) -> bool:
+        """Do what a message is about; return whether more may come."""
+        if link is not peer.link:
+            # Another one has taken its place.
+            return False
+        if not isinstance(message, Bye | Refusal):
+            self._hear(peer)
         match message:
+            case Say() if peer.is_heard:
+                said = peer_codec.decode_untrusted(
+                    message, speaker=peer.host, listener=self._identity.host
+                )
+                self._post(PeerSaid(host=peer.host, message=said))
             case Ping():
                 link.send(Pong(seq=message.seq, at_unix=time.time()))
             case Pong():
@@ -296,13 +307,11 @@ class Peers:
                     self._settle(peer, message.id, Unanswered("unavailable", text))
                 else:
                     self._settle(peer, message.id, answer)
-            case Say() if peer.is_heard:
-                said = peer_codec.decode_untrusted(
-                    message, speaker=peer.host, listener=self._identity.host
-                )
-                self._post(PeerSaid(host=peer.host, message=said))
+            case Bye() | Refusal():
+                return False
             case _:
                 raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
+        return True
 
     def _answer(self, link: Link, ask: Ask) -> None:
         if ask.what != "status":
@@ -351,9 +360,11 @@ class Peers:
 
     def _hear(self, peer: _Peer, *, restarted: bool = False) -> None:
         now, before = self._clock(), peer.liveness.state
-        silent_s = peer.liveness.silent_s(now)
-        if not peer.liveness.hear(now):
+        if before is PeerState.CONNECTED:
+            peer.liveness.hear(now)
             return
+        silent_s = peer.liveness.silent_s(now)
+        peer.liveness.hear(now)
         assert peer.link is not None
         assert peer.hello is not None
         self._note(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import layouts_of, strategy_for
 
-from libtimeslice.protocol import decode_untrusted as map_untrusted
 from tsliced.core.events import AcquireRequested, SessionOpened
 from tsliced.core.messages import LiveSessions, PeerMessage, Presence, PresentRank
 from tsliced.core.model import (
@@ -36,8 +35,9 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.core.signals import Order, Report
+from tsliced.net import peer_codec
 from tsliced.net.peer_codec import MAX_ITEMS, MAX_REASON, Encoder, decode_untrusted, encode
-from tsliced.net.peer_messages import Frames, PeerRefused, Say, parse_untrusted
+from tsliced.net.peer_messages import Frames, PeerRefused, Say
 
 N1, N2 = HostName("n1"), HostName("n2")
 KINDS = typing.get_args(PeerMessage)
@@ -88,7 +88,7 @@ WITHIN: Mapping[object, st.SearchStrategy[Any]] = {
 
 
 def said(body: bytes) -> Say:
-    message = parse_untrusted(map_untrusted(body))
+    message = Frames(max_bytes=1 << 20).decode_untrusted(body)
     assert isinstance(message, Say)
     return message
 
@@ -104,9 +104,9 @@ def as_heard(message: PeerMessage) -> PeerMessage:
     return replace(message, host=N2) if isinstance(message, Order) else message
 
 
-def refusal_of(kind: str, plain: list[Any]) -> str:
+def refusal_of(kind: str, plain: Sequence[Any]) -> str:
     with pytest.raises(PeerRefused) as caught:
-        decode_untrusted(Say(kind=kind, fields=plain), speaker=N1, listener=N2)
+        decode_untrusted(Say(kind=kind, fields=tuple(plain)), speaker=N1, listener=N2)
     assert caught.value.code == "bad_message"
     return str(caught.value)
 
@@ -158,7 +158,9 @@ def test_fields_of_a_later_version_are_not_looked_at_and_missing_ones_are_their_
     plain = said(encode(ACQUIRE)).fields
     assert len(plain) == len(fields(AcquireRequested))
     for few in (plain[:2], plain[:4], [*plain, "new", {"more": 1}]):
-        heard = decode_untrusted(Say(kind="acquire_requested", fields=few), speaker=N1, listener=N2)
+        heard = decode_untrusted(
+            Say(kind="acquire_requested", fields=tuple(few)), speaker=N1, listener=N2
+        )
         assert heard == ACQUIRE
     assert "at least 2" in refusal_of("acquire_requested", plain[:1])
 
@@ -228,6 +230,53 @@ def test_what_nobody_may_say_is_refused(
 ) -> None:
     kind, plain = _with(message, path, value)
     assert len(refusal_of(kind, plain)) < 300
+
+
+@pytest.mark.parametrize("path", [(0,), (0, 0, 0), (0, 0, 1), (0, 1), (1, 0), (1, 1), (2,)])
+@pytest.mark.parametrize("depth", [20, 200, 900, 100_000])
+def test_what_nests_without_end_is_refused_wherever_it_stands_g9(
+    path: tuple[int, ...], depth: int
+) -> None:
+    mark = "0123456789abcdef"
+    kind, plain = _with(ORDER, path, mark)
+    whole: bytes = msgpack.packb({"t": "say", "k": kind, "f": plain})
+    body = whole.replace(msgpack.packb(mark), b"\x91" * depth + b"\xc0")
+    with pytest.raises(PeerRefused) as caught:
+        decode_untrusted(said(body), speaker=N1, listener=N2)
+    assert len(str(caught.value)) < 300
+
+
+def test_values_that_come_again_are_known_again_and_the_same() -> None:
+    first, again = through(REPORT), through(REPORT)
+    assert isinstance(first, Report)
+    assert isinstance(again, Report)
+    assert first.tenancy is again.tenancy
+    assert first.states[0] is again.states[0]
+    # Of another implementation, which packs its map in another order.
+    fields = msgpack.unpackb(encode(REPORT))["f"]
+    frame = msgpack.packb({"k": "report", "f": fields, "t": "say"})
+    assert repr(decode_untrusted(said(frame), speaker=N1, listener=N2)) == repr(first)
+
+
+def test_no_more_values_are_kept_than_there_is_room_for_g9(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_codec, "MAX_KNOWN", 8)
+    for pid in range(1, 100):
+        process = PROCESS._replace(pid=pid)
+        report = replace(REPORT, states=((process, RankState.PARKED),))
+        assert through(report) == as_heard(report)
+    codec = peer_codec._PeerCodecs().of(ProcessId)
+    known = next(
+        cell.cell_contents
+        for cell in codec.unpack.__closure__ or ()
+        if isinstance(cell.cell_contents, dict)
+    )
+    sizes = []
+    for pid in range(1, 100):
+        codec.unpack((pid, 1))
+        sizes.append(len(known))
+    assert max(sizes) == 8
 
 
 def test_a_kind_that_nobody_knows_is_refused() -> None:

@@ -62,7 +62,7 @@ MESSAGES: list[PeerMessage] = [
     Ask(id=7, what="status"),
     Answer(id=7, body={"host": "n2"}),
     Answer(id=7, error="no"),
-    Say(kind="live_sessions", fields=[["s-1"]]),
+    Say(kind="live_sessions", fields=("s-1",)),
     Bye(),
 ]
 

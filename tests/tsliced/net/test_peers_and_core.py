@@ -92,7 +92,7 @@ def test_what_is_said_without_a_link_is_lost_and_not_said_later(run: Run) -> Non
                 peers.deliver(sends(N1, NOTHING_HELD))
                 while not isinstance(message := await raw.receive(), Say):
                     pass
-                assert message == Say(kind="live_sessions", fields=[[]])
+                assert message == Say(kind="live_sessions", fields=((),))
                 raw.send(Bye())
                 await until(lambda: side.events[1:] == [DOWN1], "n1 is gone")
                 peers.deliver(sends(N1, ORDER))
@@ -116,9 +116,9 @@ def test_a_newer_connection_is_told_as_the_end_of_the_old_one_and_another(run: R
             ups = [PeerConnected(host=N1, boot=boot) for boot in ("b1", "b2")]
             assert side.events == [ups[0], DOWN1, ups[1]]
             # What the old connection still had to say, and its end, concern nobody.
-            old.send(Say(kind="live_sessions", fields=[[]]))
+            old.send(Say(kind="live_sessions", fields=((),)))
             old.writer.close()
-            new.send(Say(kind="live_sessions", fields=[["s-1"]]))
+            new.send(Say(kind="live_sessions", fields=(("s-1",),)))
             await until(lambda: len(side.events) > 3, "it is heard")
             said = LiveSessions(sessions=(SessionId("s-1"),))
             assert side.events[3:] == [PeerSaid(host=N1, message=said)]
@@ -167,7 +167,7 @@ def test_a_host_that_cannot_speak_of_jobs_is_linked_and_not_heard(run: Run) -> N
             raw.send(Ping(seq=1))
             while not isinstance(message := await raw.receive(), Pong):
                 assert isinstance(message, Say) is False
-            raw.send(Say(kind="live_sessions", fields=[[]]))
+            raw.send(Say(kind="live_sessions", fields=((),)))
             assert (await raw.refusal()).code == "bad_message"
             assert side.events == []
 
@@ -180,7 +180,7 @@ def test_what_no_core_can_have_said_ends_the_link_and_reaches_nobody_g9(run: Run
         async with side.serve(n1=NOBODY) as (_, address), stranger(address) as raw:
             await raw.greet()
             raw.send(Side(N1).hello(N2))
-            raw.send(Say(kind="report", fields=[7]))
+            raw.send(Say(kind="report", fields=(7,)))
             refusal = await raw.refusal()
             assert (refusal.code, "report" in refusal.text) == ("bad_message", True)
             await until(lambda: side.events[1:], "the link is over")
