@@ -202,7 +202,15 @@ class Oracle:
             "signals": tenancies.signals,
             "touched": tenancies.touched,
             "stuck": machine.alarms.stuck,
-            "journal": self.world.journal,
+            "ranks on other hosts": tenancies.abroad,
+            "news for arbiters": tenancies.untold,
+            "jobs that were moved for others": tenancies.arrived,
+            "clients of other hosts": leasing.foreign,
+            "sessions that ended": leasing.gone,
+            "leases elsewhere": machine.fronting.leases,
+            "requests elsewhere": machine.fronting.open,
+            # Which boot of another host was seen last is remembered as long as there is that host.
+            "journal": [key for key in self.world.journal if key[0] != "host"],
         }
         for group, keys in tenancies.by_group.items():
             tables[f"tenancies on {group}"] = keys

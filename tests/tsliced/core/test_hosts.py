@@ -19,6 +19,7 @@ from hosts_lab import (
     session_of,
     states,
 )
+from oracle import Oracle
 from simulated import Process, failure, job
 
 from tsliced.core.actions import RunHooks, TellContended, TellRankLost, TellStalled
@@ -304,3 +305,19 @@ def test_an_operation_that_ends_after_its_process_is_told_as_the_end_of_a_rank()
     assert not lab[N1].machine.tenancies.abroad
     assert held(lab, second, N2)
     assert lab[N1].state(ranks[0]) is PARKED
+
+
+@pytest.mark.parametrize("client", [N1, N2])
+def test_of_jobs_that_are_gone_nothing_is_left_on_any_host_g9(client: HostName) -> None:
+    lab = pair()
+    first, ranks = hold(lab, "a", client)
+    second = ask(lab, "b", N2)
+    release(lab, first, client)
+    release(lab, second, N2)
+    for host, rank in zip((N1, N2), ranks, strict=True):
+        lab[host].die(rank)
+    lab[client].close(session_of(first))
+    lab[N2].close(session_of(second))
+    lab.pass_time(1000.0, step_s=100.0)
+    for world in lab.worlds.values():
+        Oracle(world=world).judge_empty()
