@@ -23,6 +23,7 @@ from tsliced.config import (
     ConfigSource,
     PeerAddress,
     hosts_of,
+    known_groups,
     listen_address,
     peer_addresses,
     resolve_groups,
@@ -226,6 +227,7 @@ class Daemon:
             cluster=config.daemon.cluster,
             heartbeat_s=config.peers.heartbeat_s,
             groups=shared_groups(config, other),
+            known=known_groups(config, other),
         )
 
     def _open_socket(self, stack: contextlib.AsyncExitStack) -> tuple[Inheritance, socket.socket]:

@@ -343,6 +343,26 @@ def test_hosts_that_do_not_agree_on_a_group_that_they_share_are_apart_until_they
     until(lambda: peer(n1, "n2")["state"] != "connected", "the link ends")
 
 
+def test_a_host_without_devices_knows_the_groups_of_others(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, "psk", "n1", "n2")
+    far: Settings = {"groups.far": {"devices": ["n2:0"]}}
+    bare: Settings = {"daemon": {"host": "n1", "nvml_library": "/nowhere/libnvidia-ml.so.1"}}
+    n1 = make_host(settings={**cluster.settings("n1"), **far, **bare})
+    n2 = make_host(settings={**cluster.settings("n2"), **far})
+    wait_for(n1, "n2", "connected")
+    assert [(g["name"], g["state"]) for g in n1.status()["groups"]] == [("far", "elsewhere")]
+    # What both know must be the same, or they would not reserve it in the same order.
+    changed: Settings = {"groups.far": {"devices": ["n2:0"], "order": 3}}
+    n2.write_config(n2.config, {**cluster.settings("n2"), **changed})
+    assert n2.daemon is not None
+    n2.daemon.send_signal(signal.SIGHUP)
+    until(lambda: peer(n1, "n2")["state"] != "connected", "the link ends")
+    until(lambda: refusals(n1, "config"), "and is refused")
+    assert "group far is not the same on n1 and n2" in refusals(n1, "config")[0]
+
+
 def test_a_lease_that_names_no_groups_is_for_those_of_this_host(
     make_host: MakeHost, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from tsliced.config import (
     GroupSettings,
     Problem,
     describe,
+    known_groups,
     listen_address,
     load,
     peer_addresses,
@@ -622,6 +623,22 @@ class TestPeers:
         assert shared("n2", "n1", '["n1:0", "n2:0", "n2:1"]') == (
             shared("n1", "n2", '["n1:0", "n2:1", "n2:0"]')
         ), "in which order a host's own devices are named does not matter"
+
+    def test_a_group_that_one_host_has_and_the_other_knows_has_the_same_digest_on_both(
+        self, main: Path
+    ) -> None:
+        def known(here: str, other: str, devices: str, more: str = "") -> str | None:
+            peers = '[peers]\nauth = "tls"\nhosts = ["n1", "n2", "n3"]\n'
+            text = f'{peers}[daemon]\nhost = "{here}"\n[groups.g]\ndevices = {devices}\n{more}'
+            return known_groups(load_text(main, text), HostName(other)).get("g")
+
+        far = known("n1", "n2", '["n2:0-3"]')
+        assert far is not None
+        assert known("n3", "n1", '["n2:0-3"]') == far
+        assert known("n2", "n1", '["0-3"]') == known("n2", "n1", '["n2:0-3"]') == f"={far}"
+        assert known("n2", "n1", '["n2:0-2"]') != f"={far}"
+        assert known("n2", "n1", '["n2:0-3"]', "order = 1\n") != f"={far}"
+        assert known("n1", "n2", '["n1:0", "n2:0"]') is None, "it is shared"
 
 
 class TestSample:

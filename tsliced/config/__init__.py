@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from tsliced.config.groups import hosts_of, visible_of
 from tsliced.config.loading import DEFAULT_PATH, ConfigSource, describe, load
-from tsliced.config.peers import PeerAddress, listen_address, peer_addresses, shared_groups
+from tsliced.config.peers import (
+    LOCAL,
+    PeerAddress,
+    known_groups,
+    listen_address,
+    peer_addresses,
+    shared_groups,
+)
 from tsliced.config.reader import ConfigError, Origin, Problem
 from tsliced.config.resolving import resolve_groups
 from tsliced.config.settings import (
@@ -27,6 +34,7 @@ from tsliced.config.user import user_config, user_defaults
 
 __all__ = [
     "DEFAULT_PATH",
+    "LOCAL",
     "AuthoritySettings",
     "Config",
     "ConfigError",
@@ -44,6 +52,7 @@ __all__ = [
     "ServerLimits",
     "describe",
     "hosts_of",
+    "known_groups",
     "listen_address",
     "load",
     "peer_addresses",

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from tsliced.config.groups import hosts_of, specs_of
 from tsliced.config.reader import Problem
-from tsliced.config.settings import Config
+from tsliced.config.settings import Config, GroupSettings
 from tsliced.core.model import HostName
 
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
@@ -20,6 +20,8 @@ _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
 _ADDRESS: Final = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:\[\]]{1,253}))(?::(?P<port>\d{1,5}))?"
 )
+#: Before the digest of a group that a host has for itself.
+LOCAL: Final = "="
 _HOW: Final = "write NAME, NAME=ADDRESS or NAME=ADDRESS:PORT"
 
 
@@ -97,18 +99,37 @@ def shared_groups(config: Config, other: HostName) -> dict[str, str]:
     Both hosts must come to the same, or they would give the same devices to two jobs.
     """
     here = HostName(config.daemon.host)
-    shared: dict[str, str] = {}
+    return {
+        group.name: _digest(config, group)
+        for group in config.groups
+        if {here, other} <= set(hosts_of(config, group))
+    }
+
+
+def known_groups(config: Config, other: HostName) -> dict[str, str]:
+    """Return all other groups, with digests; ``=`` before that of a group that is here alone.
+
+    Two hosts may each have a group of a name for themselves. But where one of them knows it to be
+    elsewhere it is the same group, whose arbiter and order both must see alike: those who lease
+    several groups would wait for each other in a circle otherwise.
+    """
+    here = HostName(config.daemon.host)
+    known: dict[str, str] = {}
     for group in config.groups:
         hosts = hosts_of(config, group)
         if not {here, other} <= set(hosts):
-            continue
-        specs = specs_of(group)
-        devices = sorted(json.dumps([s.host or here, s.indices, s.uuid]) for s in specs)
-        who = [sorted(group.users), sorted(group.accounts)]
-        # The first host arbitrates.
-        text = json.dumps([hosts, devices, who, group.max_hold_s, group.order])
-        shared[group.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return shared
+            mark = LOCAL if hosts == (here,) else ""
+            known[group.name] = mark + _digest(config, group)
+    return known
+
+
+def _digest(config: Config, group: GroupSettings) -> str:
+    here, hosts = config.daemon.host, hosts_of(config, group)
+    devices = sorted(json.dumps([s.host or here, s.indices, s.uuid]) for s in specs_of(group))
+    who = [sorted(group.users), sorted(group.accounts)]
+    # The first host arbitrates.
+    text = json.dumps([hosts, devices, who, group.max_hold_s, group.order])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_peers(config: Config) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -32,6 +32,7 @@ from libtimeslice.fields import (
     text_field,
 )
 from libtimeslice.protocol import HEADER_BYTES, Message, decode_untrusted, encode
+from tsliced.config import LOCAL
 
 #: Major and minor. The same major understands each other; a minor only adds names.
 PEER_VERSION: Final = (1, 1)
@@ -110,6 +111,8 @@ class Hello:
     heartbeat_s: float
     #: Groups that both hosts share, and digests of what they are.
     groups: dict[str, str]
+    #: The same of all other groups: see `known_groups`.
+    known: dict[str, str] = field(default_factory=dict)
 
     @property
     def boot(self) -> str:
@@ -316,12 +319,16 @@ def _parse_challenge(message: Message) -> Challenge:
     )
 
 
-def _parse_hello(message: Message) -> Hello:
-    groups = message.get("groups")
+def _digests_field(message: Message, field: str) -> dict[str, str]:
+    groups = message.get(field)
     if not isinstance(groups, dict) or len(groups) > MAX_SHARED:
-        refuse_field(message, "groups", f"must be a map of at most {MAX_SHARED} groups")
+        refuse_field(message, field, f"must be a map of at most {MAX_SHARED} groups")
     if not all(is_name(name) and is_name(digest) for name, digest in groups.items()):
-        refuse_field(message, "groups", f"must hold names of 1 to {MAX_NAME} printable characters")
+        refuse_field(message, field, f"must hold names of 1 to {MAX_NAME} printable characters")
+    return groups
+
+
+def _parse_hello(message: Message) -> Hello:
     return Hello(
         host=name_field(message, "host"),
         incarnation=name_field(message, "incarnation"),
@@ -329,7 +336,9 @@ def _parse_hello(message: Message) -> Hello:
         features=names_field(message, "features", MAX_CAPS, least=0),
         cluster=name_field(message, "cluster") if message.get("cluster") != "" else "",
         heartbeat_s=number_field(message, "heartbeat_s", 0, 1e6),
-        groups=groups,
+        groups=_digests_field(message, "groups"),
+        # Daemons of version 1.0 know no groups of others.
+        known=_digests_field(message, "known") if "known" in message else {},
     )
 
 
@@ -443,6 +452,15 @@ def check_agreement(ours: Hello, theirs: Hello, *, suspect_s: float) -> None:
             text = f"group {name} spans {here} and {there} on {has}, and does not on {lacks}"
             raise PeerRefused("config", f"{text}; give both the same groups")
         if ours.groups[name] != theirs.groups[name]:
-            both = " and ".join(sorted((here, there)))
-            text = f"group {name} is not the same on {both}"
-            raise PeerRefused("config", f"{text}: devices, users, order and max_hold_s must agree")
+            raise _unlike(name, here, there)
+    for name in sorted(ours.known.keys() & theirs.known.keys()):
+        both = (ours.known[name], theirs.known[name])
+        if both[0].removeprefix(LOCAL) == both[1].removeprefix(LOCAL):
+            continue
+        if not all(digest.startswith(LOCAL) for digest in both):
+            raise _unlike(name, here, there)
+
+
+def _unlike(group: str, *hosts: str) -> PeerRefused:
+    text = f"group {group} is not the same on {' and '.join(sorted(hosts))}"
+    return PeerRefused("config", f"{text}: devices, users, order and max_hold_s must agree")

@@ -38,6 +38,7 @@ from tsliced.net.peer_messages import (
     Pong,
     Refusal,
     Say,
+    check_agreement,
 )
 from tsliced.net.peer_stream import Link, PeerGone
 
@@ -158,8 +159,10 @@ class Peers:
             link, hello = peer.link, peer.hello
             if link is not None and hello is not None:
                 ours = self._identity.hello(peer.host)
-                if ours.groups != hello.groups:
-                    link.drop("its groups and this host's may not agree any more")
+                try:
+                    check_agreement(ours, hello, suspect_s=self._settings.suspect_s)
+                except PeerRefused as exc:
+                    link.drop(str(exc))
 
     async def _keep(self, peer: _Peer) -> None:
         """Connect to a host, again and again."""

@@ -48,6 +48,7 @@ HELLO = Hello(
     cluster="",
     heartbeat_s=1.0,
     groups={"both": "0123"},
+    known={"far": "4567", "own": "=89"},
 )
 MESSAGES: list[PeerMessage] = [
     GREETING,
@@ -196,7 +197,7 @@ def test_a_field_of_any_other_kind_is_refused_or_fits(
 def test_unknown_fields_are_ignored_and_missing_ones_are_not(message: PeerMessage) -> None:
     sent = msgpack.unpackb(msgpack.packb(to_map(message)))
     assert parse_untrusted({**sent, "later": [1]}) == message
-    for field in sent.keys() - {"error", "body", "cluster"}:
+    for field in sent.keys() - {"error", "body", "cluster", "known"}:
         with pytest.raises(ProtocolError):
             parse_untrusted({name: value for name, value in sent.items() if name != field})
 
@@ -235,6 +236,9 @@ def test_a_later_minor_version_is_let_in() -> None:
         ({"groups": {}}, "group both spans n1 and n2 on n1, and does not on n2"),
         ({"groups": {"both": "0123", "c": "1"}}, "group c spans n1 and n2 on n2, and does not"),
         ({"groups": {"both": "4567"}}, "group both is not the same on n1 and n2"),
+        ({"known": {"far": "0000"}}, "group far is not the same on n1 and n2"),
+        ({"known": {"far": "=0000"}}, "group far is not the same on n1 and n2"),
+        ({"known": {"own": "0000"}}, "group own is not the same on n1 and n2"),
     ],
 )
 def test_hosts_that_do_not_agree_are_told_what_differs(
@@ -254,3 +258,12 @@ def test_a_host_that_cannot_speak_of_jobs_shares_no_group() -> None:
         check_agreement(HELLO, theirs, suspect_s=3.0)
     assert caught.value.code == "version"
     check_agreement(replace(HELLO, groups={}), replace(theirs, groups={}), suspect_s=3.0)
+
+
+@pytest.mark.parametrize(
+    "known", [{}, {"far": "=4567"}, {"own": "=other"}, {"own": "89"}, {"another": "1"}]
+)
+def test_groups_that_one_host_has_for_itself_or_the_other_does_not_know_may_differ(
+    known: dict[str, str],
+) -> None:
+    check_agreement(HELLO, replace(HELLO, host="n2", known=known), suspect_s=3.0)
