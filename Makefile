@@ -16,7 +16,7 @@ include cuda_ckpt/softcuda/build.mk
 .PHONY: help
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
-		while IFS='|' read -r name text; do printf 'make %-10s %s\n' "$$name" "$$text"; done
+		while IFS='|' read -r name text; do printf 'make %-13s %s\n' "$$name" "$$text"; done
 
 .PHONY: demo
 demo: $(VENV)/.stamp-daemon softcuda ## Two RL jobs share two devices, in under 90 seconds
@@ -37,6 +37,10 @@ chaos: $(VENV)/.stamp-test softcuda ## 40 clients in a storm of faults; DURATION
 .PHONY: sim
 sim: $(VENV)/.stamp-test ## SEEDS=2000 lives of simulated clusters in which anything goes wrong; SEED=n tells one
 	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/simulate.py --seeds $(or $(SEEDS),2000) $(SEED:%=--seed %)
+
+.PHONY: sim-mutations
+sim-mutations: $(VENV)/.stamp-test ## Break ten rules of the core on purpose; the simulation must miss each of them
+	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/mutations.py
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core

@@ -15,8 +15,8 @@ from random import Random
 from clients import Client
 from faults import verdict_of
 from jobs import Job, Seat
-from network import Network
-from oracle import Oracle
+from network import Network, over_the_wire
+from referee import Referee
 from sim_host import SimHost
 from simulated import job
 from timeline import Timeline
@@ -53,12 +53,11 @@ class Layout:
         return tuple(
             GroupConfig(
                 name=name,
-                devices=(DeviceId(f"GPU-{host}-{name}"),),
+                devices=(DeviceId(f"GPU-{host}-{name}"),) if host in hosts else (),
                 order=order,
-                hosts=hosts if len(hosts) > 1 else (),
+                hosts=hosts if hosts != (host,) else (),
             )
             for order, (name, hosts) in enumerate(self.groups.items())
-            if host in hosts
         )
 
 
@@ -97,18 +96,21 @@ class Cluster:
     layout: Layout = field(init=False)
     hosts: tuple[SimHost, ...] = field(init=False)
     by_name: dict[HostName, SimHost] = field(init=False)
-    oracle: Oracle = field(init=False)
+    oracle: Referee = field(init=False)
     jobs: list[Job] = field(init=False)
+    _alone_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.random, self.timeline = Random(self.seed), Timeline()
-        self.network = Network(self.timeline, self.random, self._note)
+        self.network = Network(self.timeline, self.random, self._note, over_the_wire)
         self.network.delay_s = self.random.choice((0.01, 0.1, 1.0))
         self.layout = draw_layout(self.random, spanning=self.spanning, apart=self.apart)
+        # Also shorter than silence that counts as lost, to be seen more often.
+        self._alone_s = self.random.choice((4.0, 20.0))
         pids, requests = itertools.count(100), itertools.count(1)
         self.hosts = tuple(self._host(name, pids, requests) for name in self.layout.hosts)
         self.by_name = {host.host: host for host in self.hosts}
-        self.oracle = Oracle(world=self.hosts[0], worlds=self.hosts)
+        self.oracle = Referee(world=self.hosts[0], worlds=self.hosts)
         self.network.join(self.hosts)
         self.jobs = [self._job(name) for name in "abc"[: self.random.choice((2, 3))]]
         for host in self.hosts:
@@ -121,7 +123,7 @@ class Cluster:
         host = SimHost(
             host=name,
             groups=self.layout.of_host(name),
-            limits=replace(LIMITS, block=16),
+            limits=replace(LIMITS, block=16, alone_s=self._alone_s),
             seed=self.seed,
             full_checks=self.full_checks,
             pids=pids,
@@ -144,7 +146,7 @@ class Cluster:
     def _watcher_of(self, host: HostName) -> Callable[[Event | Action], None]:
         def watch(what: Event | Action) -> None:
             self.watch(host, what)
-            self.oracle.watch(what)
+            self.oracle.hear(host, what)
 
         return watch
 
@@ -173,7 +175,7 @@ class Cluster:
             random=random,
             make_context=self.make_context,
             impatience=random.choice((0.0, 0.1, 0.3)),
-            hooks=random.random() < 0.2,
+            hooks=random.random() < 0.4,
         )
 
     def _ways_to_lease(self, front: SimHost) -> list[tuple[GroupName, ...]]:
@@ -263,6 +265,7 @@ class Cluster:
         for host in self.hosts:
             host.slowness, host.bad_luck, host.failing, host.hanging = 1.0, 0.0, 0, 0
             host.fuse, host.journal_broken = None, None
+            host.free_memory()
             host.go_on()
             if not host.powered:
                 host.boot_up()
@@ -273,6 +276,7 @@ class Cluster:
 
     def mend(self) -> None:
         """Do what an operator does: end what is broken for good, and let all be tried again."""
+        self.note("all", "what is broken is ended, and all faults are cleared")
         for host in self.hosts:
             for process in list(host.processes.values()):
                 if process.state is RankState.FAILED:

@@ -134,6 +134,7 @@ def _lose_power(target: Target) -> bool:
     if not host.powered:
         return False
     host.lose_power()
+    target.cluster.oracle.on_power_lost()
     target.cluster.boot_later(host, 1.0 + target.lasts_s())
     return True
 
@@ -173,6 +174,14 @@ def _hang(target: Target) -> bool:
 def _fail(target: Target) -> bool:
     host = target.host()
     host.failing = target.random.choice((1, 1, 2, 5))
+    return True
+
+
+def _keep_memory(target: Target) -> bool:
+    """Let snapshots claim to succeed that free no device memory."""
+    host = target.host()
+    host.noop_snapshots = True
+    target.cluster.timeline.after(target.lasts_s(), host.free_memory)
     return True
 
 
@@ -228,6 +237,7 @@ FAULTS: dict[str, Fault] = {
     "slow calls": _slow_down,
     "call hangs": _hang,
     "call fails": _fail,
+    "memory stays": _keep_memory,
     "disk full": _fill_disk,
     "rank dies": _kill_rank,
     "client dies": _kill_client,

@@ -17,9 +17,9 @@ from clients import Client
 from sim_host import SimHost
 from timeline import Timeline
 
-from tsliced.core.actions import Action, ConfirmCancel, ConfirmRelease, Grant, Refuse, TellLost
+from tsliced.core.actions import Action, ConfirmRelease, Grant, Refuse, TellLost
 from tsliced.core.events import AcquireRequested
-from tsliced.core.model import Arrival, GroupName, JobKey, LeaseId, ProcessId, SessionId
+from tsliced.core.model import Arrival, GroupName, JobKey, LeaseId, ProcessId, RequestId, SessionId
 
 #: Longest stay on a lease, and pauses between turns, seconds.
 HOLD_S, THINK_S = 4.0, 3.0
@@ -43,6 +43,8 @@ class Seat:
     host: SimHost
     session: SessionId | None = None
     lease: LeaseId | None = None
+    #: The request with which it gives the lease back.
+    release: RequestId | None = None
     part: Part = Part.DONE
 
     @property
@@ -183,7 +185,7 @@ class Job:
     def _end_part(self, seat: Seat) -> None:
         if seat.part is Part.DONE:
             return
-        seat.part, seat.lease = Part.DONE, None
+        seat.part, seat.lease, seat.release = Part.DONE, None, None
         if all(other.part is Part.DONE for other in self.seats):
             self.turn += 1
             self.served += self._granted == len(self.seats)
@@ -199,22 +201,16 @@ class Job:
         match action:
             case Grant(lease=lease) if lease == seat.lease and seat.part is Part.ASKED:
                 self._on_grant(seat)
-            case Refuse(request=request) if self._is_about(seat, request):
+            case Refuse(request=request) if request == seat.release or (
+                seat.part is Part.ASKED and seat.lease == f"{seat.session}.{request}"
+            ):
                 self._fail(seat)
-            case ConfirmCancel(cancelled=True):
-                self._fail(seat)
-            case ConfirmRelease() if seat.part is Part.RELEASING:
+            case ConfirmRelease(request=request) if request == seat.release:
                 self._end_part(seat)
             case TellLost(lease=lease) if lease == seat.lease:
                 self._fail(seat)
             case _:
                 pass
-
-    @staticmethod
-    def _is_about(seat: Seat, request: int) -> bool:
-        if seat.part is Part.RELEASING:
-            return True
-        return seat.part is Part.ASKED and seat.lease == f"{seat.session}.{request}"
 
     def _on_grant(self, seat: Seat) -> None:
         seat.part = Part.HOLDING
@@ -246,6 +242,6 @@ class Job:
         if seat.client is None:
             self._end_part(seat)
         elif lease in seat.client.held:
-            seat.host.release(lease)
+            seat.release = seat.host.release(lease)
         else:
             self._fail(seat)

@@ -38,7 +38,7 @@ CAUSES = {
 }
 #: Whether groups are on several hosts, and have their arbiters on different ones. Without that,
 #: several hosts are several daemons that hear of each other.
-SPANNING, APART = False, True
+SPANNING, APART = True, False
 PHASES = tuple(place for place in Place if place is not Place.BLOCKED)
 
 
@@ -116,6 +116,8 @@ class Life:
     def _after(self, host: SimHost, _event: Event) -> None:
         """Notice which tenancies have come into another phase, and aim at them."""
         for key, tenancy in host.machine.tenancies.all.items():
+            if not tenancy.led_here:
+                continue
             coordinator = tenancy.coordinator
             before = self._places.get((host.host, key))
             if coordinator.place is not before:

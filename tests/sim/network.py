@@ -19,14 +19,28 @@ from typing import Protocol
 
 from timeline import Timeline
 
+from libtimeslice import protocol
 from tsliced.core.events import Event, PeerConnected, PeerDisconnected, PeerLost, PeerSaid
 from tsliced.core.messages import PeerMessage
 from tsliced.core.model import HostName
+from tsliced.net.peer_codec import decode_untrusted, encode
+from tsliced.net.peer_messages import Say, parse_untrusted
 
 #: Silence after which a host counts as lost, seconds.
 LOST_S = 10.0
 #: From an end of a connection to the next attempt, seconds at most.
 RECONNECT_S = 1.0
+
+
+#: What becomes of a message on its way from one host to another.
+Carry = Callable[[HostName, HostName, PeerMessage], PeerMessage]
+
+
+def over_the_wire(source: HostName, target: HostName, message: PeerMessage) -> PeerMessage:
+    """Return what is left of a message after it was encoded, and decoded by the other side."""
+    said = parse_untrusted(protocol.decode_untrusted(encode(message)))
+    assert isinstance(said, Say)
+    return decode_untrusted(said, speaker=source, listener=target)
 
 
 class Daemon(Protocol):
@@ -76,7 +90,7 @@ class Network:
         timeline: Timeline,
         random: Random,
         note: Callable[[str, str], None],
-        carry: Callable[[PeerMessage], PeerMessage] = lambda message: message,
+        carry: Carry = lambda _source, _target, message: message,
     ) -> None:
         self._timeline, self._random, self._note = timeline, random, note
         self._carry = carry
@@ -101,7 +115,7 @@ class Network:
             return
         due = max(self._soon(), connection.arrival.get(target, 0.0))
         connection.arrival[target] = due
-        carried = self._carry(message)
+        carried = self._carry(source, target, message)
         self._timeline.at(due, lambda: self._arrive(connection, source, target, carried))
 
     def start(self, host: HostName) -> None:
@@ -288,10 +302,9 @@ class Network:
             self._await(side)
             return
         side.lost = True
-        side.me.tell(PeerLost(host=side.other.host))
         connection, side.connection = side.connection, None
-        if connection is None:
-            return
-        side.me.tell(PeerDisconnected(host=side.other.host))
-        self._break(connection, side)
-        self._reach_out(side)
+        if connection is not None:
+            side.me.tell(PeerDisconnected(host=side.other.host))
+            self._break(connection, side)
+            self._reach_out(side)
+        side.me.tell(PeerLost(host=side.other.host))

@@ -355,6 +355,12 @@ class SimHost(World):
         if self.alive:
             self.tell(GroupsObserved(found=self.found(devices)))
 
+    def free_memory(self) -> None:
+        """Let the devices be free of what snapshots have left there, and leave nothing any more."""
+        self.noop_snapshots = False
+        for process in self.processes.values():
+            process.leftover = False
+
     def fill_disk(self) -> None:
         """Let the journal take nothing."""
         self.journal_broken, self.was_broken = failure(Cause.JOURNAL), True

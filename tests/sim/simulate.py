@@ -38,9 +38,9 @@ class Outcome:
     switches: int
 
 
-def live(seed: int) -> Outcome:
-    """Live one life."""
-    life = Life(seed)
+def live(seed: int, *, full_checks: bool = True) -> Outcome:
+    """Live one life. `full_checks`: the core looks at itself, too, after each event."""
+    life = Life(seed, full_checks=full_checks)
     failure = None
     try:
         life.live()

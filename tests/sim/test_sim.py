@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from subprocess import run
-from sys import executable
 
 import pytest
+from apart import run_apart
 from life import Life
 from simulate import live, table, tell
 from transcript import Transcript
@@ -42,20 +40,9 @@ def test_a_seed_lives_the_same_life_again() -> None:
 
 
 def test_a_seed_lives_the_same_life_in_another_process() -> None:
-    program = Path(__file__).with_name("simulate.py")
-    root = program.parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests" / "tsliced" / "core")])
-
-    def told() -> str:
-        # Hashes that differ from process to process must not show.
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "random"}
-        command = [executable, str(program), "--seed", str(TELLING)]
-        done = run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout
-
-    first = told()
+    first = run_apart("simulate.py", "--seed", str(TELLING))
     assert "nothing was wrong" in first
-    assert told() == first
+    assert run_apart("simulate.py", "--seed", str(TELLING)) == first
 
 
 def test_the_table_has_a_count_for_each_phase_and_fault() -> None:

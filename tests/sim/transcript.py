@@ -10,7 +10,7 @@ from enum import Enum
 from life import Life
 
 from tsliced.core.actions import Action, FreeMemory, Note, SettleHostMemory, WatchProcess
-from tsliced.core.events import Event, GroupsObserved, MemoryReserved, TimePassed
+from tsliced.core.events import Event, FaultCleared, GroupsObserved, MemoryReserved, TimePassed
 from tsliced.core.model import (
     Counter,
     HostName,
@@ -23,7 +23,15 @@ from tsliced.core.model import (
 )
 
 #: Said by other lines, or by nothing that anybody asks for.
-LEFT_OUT = (FreeMemory, SettleHostMemory, WatchProcess, GroupsObserved, MemoryReserved, TimePassed)
+LEFT_OUT = (
+    FaultCleared,
+    FreeMemory,
+    SettleHostMemory,
+    WatchProcess,
+    GroupsObserved,
+    MemoryReserved,
+    TimePassed,
+)
 #: Lines that are kept: the latest ones.
 MAX_LINES = 4000
 #: Facts that tell no story.

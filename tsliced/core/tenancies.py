@@ -347,7 +347,11 @@ class Tenancies(Abroad):
             busy = tenancy.participant.busy
             if tenancy.led_here:
                 # A coordinator elsewhere may be gone, or have decided without this host.
-                assert not (busy and tenancy.coordinator.stable), "a move ends after its operations"
+                # BLOCKED it is at once, when one host reports that it cannot be moved.
+                ended = (
+                    tenancy.coordinator.stable and tenancy.coordinator.place is not Place.BLOCKED
+                )
+                assert not (busy and ended), "a move ends after its operations"
             for process in tenancy.participant.ranks:
                 assert self.home[process] == key, "a rank is at home in one tenancy"
             for group in tenancy.reach:

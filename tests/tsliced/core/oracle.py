@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from clients import Client
 from world import Process, World
 
-from tsliced.core.actions import Action, Grant, Refuse, StartOperation
+from tsliced.core.actions import Action, Grant, Refuse, Send, StartOperation
 from tsliced.core.events import AcquireRequested, DrainOrdered, Event
 from tsliced.core.model import (
     DeviceId,
@@ -71,8 +71,9 @@ class Oracle:
                     queue.append(lease)
             case DrainOrdered(group=group, drain=drain):
                 (self.drained.discard if drain is None else self.drained.add)(group)
-            case Grant():
-                self._judge_grant(what)
+            case (Grant() as grant) | Send(message=(Grant() as grant)):
+                # One for a client of another host is judged when it is sent there.
+                self._judge_grant(grant)
             case Refuse():
                 self.refused.add(LeaseId(f"{what.session}.{what.request}"))
             case StartOperation(verb=Verb.THAW):
@@ -107,6 +108,18 @@ class Oracle:
         if not joins:
             self._judge_devices(client.job, {group for group, _ in grant.tokens})
 
+    def on_power_lost(self) -> None:
+        """A host is to begin anew without what it kept: grants that nobody has may be made anew."""
+        told = {lease for client in self.clients for lease in client.held}
+        answered = {
+            LeaseId(f"{client.session}.{request}")
+            for client in self.clients
+            for request, answer in client.answers.items()
+            if isinstance(answer, Grant)
+        }
+        for lease in self.granted.keys() - told - answered:
+            del self.granted[lease]
+
     def _judge_exclusion(self, owner: JobKey, group: GroupName, token: Token) -> None:
         for client in self.clients:
             for lease, tokens in client.held.items():
@@ -137,10 +150,16 @@ class Oracle:
                 assert not known, f"G1: granted while {process} is on the devices"
 
     def _judge_thaw(self, start: StartOperation) -> None:
+        if self._thaws_alone(start):
+            return
         known = (world.machine.tenancies.all.get(start.tenancy) for world in self.worlds)
         mine = {process for t in known if t is not None for process in t.participant.ranks}
         states = {process.state for process in self.processes if process.id in mine}
         assert RankState.PARKED not in states, "all of a tenancy are restored before any is thawed"
+
+    def _thaws_alone(self, _start: StartOperation) -> bool:
+        """Whether a host lets run what it has frozen, because its coordinator is silent."""
+        return False
 
     def judge_rest(self) -> None:
         """Judge a world in which nothing is in flight and nothing is broken any more."""
@@ -206,6 +225,9 @@ class Oracle:
             "news for arbiters": tenancies.untold,
             "jobs that were moved for others": tenancies.arrived,
             "clients of other hosts": leasing.foreign,
+            "jobs with clients on other hosts": [
+                job for jobs in machine.remains.clients_abroad.values() for job in jobs
+            ],
             "sessions that ended": leasing.gone,
             "leases elsewhere": machine.fronting.leases,
             "requests elsewhere": machine.fronting.open,

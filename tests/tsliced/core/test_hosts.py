@@ -22,7 +22,13 @@ from hosts_lab import (
 from oracle import Oracle
 from simulated import Process, failure, job
 
-from tsliced.core.actions import RunHooks, TellContended, TellRankLost, TellStalled
+from tsliced.core.actions import (
+    RunHooks,
+    TellContended,
+    TellRankLost,
+    TellStalled,
+)
+from tsliced.core.coordinator import Place
 from tsliced.core.events import HostMemoryPromised
 from tsliced.core.model import (
     Cause,
@@ -143,6 +149,35 @@ def test_a_thaw_that_fails_on_one_host_is_tried_again_until_all_run() -> None:
     lab.pass_time(5.0)
     assert states(lab, ranks) == [RUNNING, RUNNING]
     assert held(lab, again, N1)
+
+
+def test_a_rank_that_breaks_on_one_host_blocks_a_move_whose_calls_elsewhere_go_on_g11() -> None:
+    lab = pair()
+    first, ranks = hold(lab, "a")
+    second = ask(lab, "b", N2)
+    release(lab, first)
+    again = lab[N1].acquire(session_of(first), G)
+    lab.run()
+    lab[N1].auto = False
+    fail_once(lab, N2, Verb.RESTORE, Cause.FAILED)
+    release(lab, second, N2)
+    for _ in range(3):
+        # What b has on the first host leaves; what of a comes back there is still to be looked for.
+        lab[N1].finish()
+        lab.run()
+    tenancy = lab[N1].machine.tenancies.all[TenancyKey(job("a"), (G,))]
+    assert tenancy.coordinator.place is Place.BLOCKED
+    assert tenancy.participant.busy
+    lab[N1].auto = True
+    lab.run()
+    assert lab[N1].code(again) == "blocked"
+    assert states(lab, ranks) == [PARKED, RankState.FAILED]
+    lab[N2].die(ranks[1])
+    lab.run()
+    after = lab[N1].acquire(session_of(first), G)
+    lab.run()
+    assert held(lab, after, N1)
+    assert lab[N1].state(ranks[0]) is RUNNING
 
 
 def test_a_rank_that_comes_up_on_the_other_host_while_its_job_leaves_leaves_too_g1() -> None:
