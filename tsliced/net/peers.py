@@ -310,8 +310,10 @@ class Peers:
                     self._settle(peer, message.id, Unanswered("unavailable", text))
                 else:
                     self._settle(peer, message.id, answer)
-            case Bye() | Refusal():
+            case Bye():
                 return False
+            case Refusal():
+                raise PeerRefused(message.code, message.text, told=True)
             case _:
                 raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
         return True

@@ -259,7 +259,7 @@ def test_who_says_nothing_is_dropped_in_time_and_cannot_keep_the_host_that_is_me
     run: Run,
 ) -> None:
     async def story() -> None:
-        one, two = Side(N1), Side(N2)
+        one, two = Side(N1), Side(N2, settings=replace(SETTINGS, greeting_timeout_s=0.5))
         async with contextlib.AsyncExitStack() as stack:
             peers2, address = await stack.enter_async_context(two.serve(n1=NOBODY))
             silent = [await stack.enter_async_context(stranger(address)) for _ in range(3)]

@@ -35,7 +35,15 @@ from tsliced.core.model import (
 )
 from tsliced.core.signals import Order, Report
 from tsliced.net.peer_auth import Credentials
-from tsliced.net.peer_messages import Bye, Ping, Pong, Say
+from tsliced.net.peer_messages import (
+    NONCE_BYTES,
+    TAG_BYTES,
+    Bye,
+    Challenge,
+    Ping,
+    Pong,
+    Say,
+)
 
 TENANCY = TenancyKey(JobKey("", 1000, "train"), (GroupName("both"),))
 ORDER = Order(host=N2, tenancy=TENANCY, stamp=Stamp(Counter(1, 2), 3), goal=Goal.OFF)
@@ -186,6 +194,17 @@ def test_what_no_core_can_have_said_ends_the_link_and_reaches_nobody_g9(run: Run
             await until(lambda: side.events[1:], "the link is over")
             assert side.events == [UP1, DOWN1]
             assert side.told("peer_refused")[0]["code"] == "bad_message"
+        # The other side is told why, and says so.
+        one, two = Side(N1), Side(N2)
+        async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: state(peers) == "connected", "a link")
+            peer = peers._peers[N2]
+            assert peer.link is not None
+            peer.link.send(Challenge(nonce=b"n" * NONCE_BYTES, proof=b"p" * TAG_BYTES))
+            await until(lambda: one.told("peer_refused"), "it is refused")
+            told = one.told("peer_refused")[0]
+            assert (told["by"], told["code"]) == ("it", "bad_message")
+            assert told["reason"] == "Challenge came out of turn"
 
     run(story())
 
