@@ -8,7 +8,7 @@ than before divides or joins what is here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tsliced.core.coordinator import NO_STAMP
 from tsliced.core.homes import Homes
@@ -27,6 +27,20 @@ from tsliced.core.model import (
 )
 from tsliced.core.signals import Effect, Order
 from tsliced.core.tenancy import Tenancy
+from tsliced.core.value import maker
+
+_make_present = maker(PresentRank)
+
+
+def _in_state(present: PresentRank, state: RankState) -> PresentRank:
+    """Return what is known of a rank, but for its state: `replace` takes four times as long."""
+    return _make_present(
+        process=present.process,
+        job=present.job,
+        state=state,
+        device_bytes=present.device_bytes,
+        groups=present.groups,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,14 +59,15 @@ class Abroad(Homes):
         self.all[key].abroad[rank] = present
         self.settle_abroad(rank, key)
 
-    def see_abroad(self, host: HostName, states: Iterable[tuple[ProcessId, RankState]]) -> None:
-        """Know where ranks are that another host has reported on."""
+    def see_abroad(
+        self, tenancy: Tenancy, host: HostName, states: Iterable[tuple[ProcessId, RankState]]
+    ) -> None:
+        """Know where ranks of a tenancy are that another host has reported on."""
         for process, state in states:
             rank = RankId(host, process)
-            if (key := self.abroad.get(rank)) is not None:
-                of_tenancy = self.all[key].abroad
-                if of_tenancy[rank].state is not state:
-                    of_tenancy[rank] = replace(of_tenancy[rank], state=state)
+            home = tenancy if rank in tenancy.abroad else self.tenancy_of(rank)
+            if home is not None and (present := home.abroad[rank]).state is not state:
+                home.abroad[rank] = _in_state(present, state)
 
     def missing_from(self, host: HostName, presence: Presence) -> list[RankId]:
         """Return the ranks that a host no longer has, or not of that job, by what it says now."""

@@ -74,7 +74,7 @@ class Barriers:
         """Let the clock run for what a coordinator waits for by now, if it does."""
         timers, timer = self.granting.timers, TimerKey(TimerKind.AWAITED, key)
         tenancy = self.tenancies.all.get(key)
-        if tenancy is None or not tenancy.coordinator.missing:
+        if tenancy is None or not tenancy.coordinator.waits:
             timers.clear(timer)
             return
         due = tenancy.coordinator.ordered_at + self.granting.limits.barrier_report_s

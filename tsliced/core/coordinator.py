@@ -43,6 +43,7 @@ from tsliced.core.signals import (
     Order,
     Report,
 )
+from tsliced.core.value import maker
 
 #: Lower than any order's.
 NO_STAMP = Stamp(Counter(0, 0), 0)
@@ -52,6 +53,8 @@ MAX_RECOVERIES = 5
 
 #: Pauses between tries double no more often than this.
 MAX_DOUBLINGS = 16
+
+_make_order = maker(Order)
 
 
 class Place(Enum):
@@ -70,8 +73,9 @@ class Place(Enum):
     ASKING = "asking"
 
 
-#: As with `RoundState`: every acquire asks for it.
+#: As with `RoundState`: every acquire and every report asks for them.
 _BLOCKED = Place.BLOCKED
+_STABLE = (Place.ON, Place.OFF, Place.BLOCKED)
 
 GOALS = {
     Place.FREEZING: Goal.FROZEN,
@@ -140,6 +144,8 @@ class Coordinator:
     #: How long all hosts together may take to freeze.
     _barrier_s: float = 0.0
     _reports: dict[HostName, Report] = field(default_factory=dict)
+    #: Hosts that have not answered the standing order.
+    _unanswered: dict[HostName, None] = field(default_factory=dict)
     _recoveries: int = 0
     #: OFF has been ordered in the move under way: some of it may be parked.
     _off_ordered: bool = False
@@ -153,7 +159,7 @@ class Coordinator:
     @property
     def stable(self) -> bool:
         """Whether no move is under way."""
-        return self.place not in GOALS
+        return self.place in _STABLE
 
     @property
     def given_up(self) -> bool:
@@ -165,7 +171,16 @@ class Coordinator:
         """The hosts whose answer to the standing order is waited for; none while nothing is."""
         if self.stable or self.wanted is not None:
             return []
-        return [host for host in self.hosts if host not in self._reports and self._counts(host)]
+        return [host for host in self._unanswered if self._counts(host)]
+
+    @property
+    def waits(self) -> bool:
+        """Whether any host's answer to the standing order is waited for."""
+        return not self.stable and self.wanted is None and self._lacks_answers()
+
+    def takes_part(self, host: HostName) -> bool:
+        """Whether the standing order was for a host too."""
+        return host in self._unanswered or host in self._reports
 
     def _counts(self, host: HostName) -> bool:
         """Whether a host's answer is waited for.
@@ -175,8 +190,13 @@ class Coordinator:
         """
         if host in self.links.dead:
             return False
-        goes_back = self.place in (Place.TURNING_BACK, Place.REVIVING) and not self._off_ordered
-        return not (goes_back and host in self.links.lost)
+        if host not in self.links.lost:
+            return True
+        return self._off_ordered or self.place not in (Place.TURNING_BACK, Place.REVIVING)
+
+    def _lacks_answers(self) -> bool:
+        """Whether an answer to the standing order that counts is not there; each answer asks."""
+        return any(map(self._counts, self._unanswered))
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
@@ -219,9 +239,10 @@ class Coordinator:
         if report.stamp != self.stamp or self.stable or self.wanted is not None:
             return []
         self._reports[report.host] = report
+        self._unanswered.pop(report.host, None)
         if report.failure is not None:
             return self._on_failure(report.failure, now)
-        return [] if self.missing else self._complete(now)
+        return [] if self._lacks_answers() else self._complete(now)
 
     def on_host_gone(self, *, now: float) -> list[Effect]:
         """Go on without a host that is dead, or lost where that is enough; undecided, go back."""
@@ -357,7 +378,7 @@ class Coordinator:
     def _untouched(self) -> bool:
         """Whether all hosts have answered, and nothing of it is frozen or parked."""
         states = self._states()
-        return not self.missing and bool(states) and set(states) == {RankState.RUNNING}
+        return not self._lacks_answers() and bool(states) and set(states) == {RankState.RUNNING}
 
     def _decide(self, now: float) -> list[Effect]:
         self.reason = None
@@ -407,15 +428,17 @@ class Coordinator:
 
     def _order(self, now: float) -> list[Effect]:
         self._reports.clear()
+        self._unanswered = dict.fromkeys(self.hosts)
         self.ordered_at = now
         goal = GOALS[self.place]
         if goal is not Goal.QUERY:
             self.goal = goal
         self._off_ordered |= goal is Goal.OFF
+        tenancy, stamp, dead = self.tenancy, self.stamp, self.links.dead
         orders = [
-            Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=goal)
+            _make_order(host=host, tenancy=tenancy, stamp=stamp, goal=goal)
             for host in self.hosts
-            if host not in self.links.dead
+            if host not in dead
         ]
         return [self.record(), *orders]
 

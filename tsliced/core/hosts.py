@@ -28,9 +28,7 @@ from tsliced.core.events import (
     LastTurnRequested,
     PeerConnected,
     PeerDisconnected,
-    PeerEvent,
     PeerLost,
-    PeerSaid,
     ReleaseRequested,
     SessionClosed,
     SessionOpened,
@@ -75,13 +73,15 @@ class Hosts:
     fronting: Fronting
     remains: Remains
     ending: Ending
-    #: Hosts that have said who is on their devices since they are connected, by group.
-    present: set[tuple[HostName, GroupName]] = field(default_factory=set)
+    #: By group: hosts that have said who is on their devices since they are connected.
+    present: dict[GroupName, set[HostName]] = field(default_factory=dict)
 
     # --- events -------------------------------------------------------------------------------
 
-    def on_event(self, event: PeerEvent, now: float) -> None:
-        """Take in what became of a host, or what it says."""
+    def on_event(
+        self, event: PeerConnected | PeerDisconnected | PeerLost | HostDied, now: float
+    ) -> None:
+        """Take in what became of a host."""
         match event:
             case PeerConnected(host=host, boot=boot):
                 self._on_connected(host, boot, now)
@@ -94,8 +94,6 @@ class Hosts:
                     self.look_for_silence()
             case HostDied(host=host, by=by):
                 self._on_declared_dead(host, by, now)
-            case PeerSaid(host=host, message=message):
-                self._on_said(host, message, now)
             case _:
                 assert_never(event)
 
@@ -128,7 +126,8 @@ class Hosts:
 
     def _on_disconnected(self, host: HostName, now: float) -> None:
         self.links.up.discard(host)
-        self.present = {(other, group) for other, group in self.present if other != host}
+        for of_group in self.present.values():
+            of_group.discard(host)
         for session in self._sessions_of(host):
             session.connected = False
         self.await_leads(now)
@@ -201,21 +200,24 @@ class Hosts:
         leasing.todo += changed
 
     def _silence_of(self, group: GroupName) -> Reason | None:
-        for host in self.tenancies.hosts_of.get(group, ()):
-            if host == self.tenancies.host or host in self.links.dead:
-                continue
-            if host not in self.links.up:
-                how = "silent" if host in self.links.lost else "not connected"
-                text = f"host {host} of group {group} is {how}: who is on its devices is not known"
-                return Reason(cause=Cause.SILENT, text=text)
-            if (host, group) not in self.present:
-                text = f"host {host} has not said yet who is on its devices of group {group}"
-                return Reason(cause=Cause.SILENT, text=text)
-        return None
+        links, hosts = self.links, self.tenancies.hosts_of.get(group, ())
+        present = links.up.intersection(self.present.get(group, ()))
+        # By sets: thousands of hosts may connect one after the other.
+        silent = set(hosts).difference(present, links.dead, (self.tenancies.host,))
+        if not silent:
+            return None
+        host = next(host for host in hosts if host in silent)
+        if host in links.up:
+            text = f"host {host} has not said yet who is on its devices of group {group}"
+        else:
+            how = "silent" if host in links.lost else "not connected"
+            text = f"host {host} of group {group} is {how}: who is on its devices is not known"
+        return Reason(cause=Cause.SILENT, text=text)
 
     # --- what they say ------------------------------------------------------------------------
 
-    def _on_said(self, host: HostName, message: PeerMessage, now: float) -> None:
+    def on_said(self, host: HostName, message: PeerMessage, now: float) -> None:
+        """Take in what another host says."""
         match message:
             case Order():
                 self.leasing.out += self.tenancies.on_order(message, host, now=now)
@@ -330,7 +332,7 @@ class Hosts:
                 self.remains.on_opened(job)
             else:
                 self.remains.on_left(job, now)
-        self.present.add((host, group))
+        self.present.setdefault(group, set()).add(host)
         self._find_strays(group, now)
         self.look_for_silence()
         leasing.todo.append(group)

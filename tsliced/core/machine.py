@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never, get_args
 
 from tsliced.core.actions import (
+    NOTHING,
     Action,
     ClientAction,
     DrainRecord,
@@ -263,6 +264,8 @@ class Machine:
             case GrantConfirmed():
                 if not (self.fronting.leases and self.fronting.confirm(event)):
                     leasing.on_confirmed(event)
+            case PeerSaid(host=host, message=message):
+                self.hosts.on_said(host, message, now)
             case WatchdogTold():
                 leasing.on_watchdog(event)
             case (
@@ -287,10 +290,8 @@ class Machine:
                 if effects := tenancies.on_promised(event, now=now):
                     leasing.out += effects
                     leasing.todo += event.tenancy.groups
-            case GroupsObserved(found=found, lost=lost):
-                leasing.out += tenancies.observe(found)
-                self.losses.on_observed(dict(lost), now)
-                leasing.todo += leasing.drains
+            case GroupsObserved():
+                self._on_observed(event, now)
             case RankRegistered(found=found, groups=groups):
                 leasing.out += tenancies.put(found, groups)
             case ProcessExited():
@@ -307,7 +308,7 @@ class Machine:
                 self._on_operator(event, now)
             case Reconfigured():
                 reconfigure(self, event)
-            case PeerConnected() | PeerDisconnected() | PeerLost() | HostDied() | PeerSaid():
+            case PeerConnected() | PeerDisconnected() | PeerLost() | HostDied():
                 self.hosts.on_event(event, now)
             case _:
                 assert_never(event)
@@ -415,6 +416,8 @@ class Machine:
         tenancies.touched.clear()
 
     def _effects(self, out: list[Effect], *, add_unwritten: bool) -> Effects:
+        if not out:
+            return NOTHING
         records: list[Record] = []
         actions: list[Action] = []
         foreign = self.leasing.foreign
@@ -466,6 +469,11 @@ class Machine:
     def _on_operation(self, event: OperationFinished, now: float) -> None:
         self.alarms.on_ended(event.op, now)
         self.leasing.out += self.tenancies.on_operation(event, now=now)
+
+    def _on_observed(self, event: GroupsObserved, now: float) -> None:
+        self.leasing.out += self.tenancies.observe(event.found)
+        self.losses.on_observed(dict(event.lost), now)
+        self.leasing.todo += self.leasing.drains
 
     def _on_exit(self, event: ProcessExited, now: float) -> None:
         leasing, process = self.leasing, event.process

@@ -50,6 +50,9 @@ from tsliced.core.signals import (
     Report,
 )
 from tsliced.core.tenancy import Tenancy
+from tsliced.core.value import maker
+
+_make_send = maker(Send)
 
 Outcome = Evicted | EvictionFailed | Admitted | AdmissionFailed | Blocked
 
@@ -141,10 +144,11 @@ class Tenancies(Abroad):
     def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
         """Take another host's answer to an order of a coordinator of this one."""
         tenancy = self.all.get(report.tenancy)
-        if report.host != host or tenancy is None or host not in tenancy.coordinator.hosts:
+        if report.host != host or tenancy is None or not tenancy.coordinator.takes_part(host):
             return []
-        self.see_abroad(host, report.states)
-        return self.run([report], now)
+        self.see_abroad(tenancy, host, report.states)
+        effects = self._hear(report, tenancy, now)
+        return self.run(effects, now) if effects else effects
 
     def remind(self, host: HostName) -> list[Effect]:
         """Return the orders that a host has not answered, to be told again."""
@@ -304,7 +308,7 @@ class Tenancies(Abroad):
             effect = todo.popleft()
             match effect:
                 case Order(host=host) if host != self.host:
-                    out.append(Send(host=host, message=effect))
+                    out.append(_make_send(host=host, message=effect))
                 case Order():
                     participant = self.all[effect.tenancy].participant
                     todo.extend(participant.on_order(effect, now=now))
@@ -326,8 +330,7 @@ class Tenancies(Abroad):
         """Hand a report to the coordinator that it is for, here or elsewhere."""
         tenancy = self.all[report.tenancy]
         if tenancy.led_here:
-            self.touched[report.tenancy] = None
-            return tenancy.coordinator.on_report(report, now=now)
+            return self._hear(report, tenancy, now)
         tenancy.coordinator.place = Place.OFF if tenancy.participant.away else Place.ON
         order = tenancy.participant.order
         assert order is not None, "only orders are answered"
@@ -338,6 +341,14 @@ class Tenancies(Abroad):
             self.tell_arbiters(tenancy)
             return []
         return [Send(host=tenancy.lead, message=report)]
+
+    def _hear(self, report: Report, tenancy: Tenancy, now: float) -> list[Effect]:
+        coordinator = tenancy.coordinator
+        effects = coordinator.on_report(report, now=now)
+        if effects or coordinator.wanted is not None:
+            # Else it was one answer of many, and the clocks run on as they are.
+            self.touched[report.tenancy] = None
+        return effects
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -88,9 +88,11 @@ def test_between_two_tries_nobody_is_waited_for() -> None:
 
 def test_a_host_of_which_nothing_is_known_here_is_named_all_the_same() -> None:
     world = World()
-    evicting(world)
+    resident(world)
     tenancy = world.machine.tenancies.all[ON_G1]
     tenancy.coordinator.hosts = (HostName("n1"), HostName("n2"))
+    world.auto = False
+    world.acquire(world.session(B))
     assert [str(host) for host in awaited(tenancy, world.now)] == ["n1 (scan)", "n2"]
     tenancy.coordinator.place = Place.ON
     assert awaited(tenancy, world.now) == []
