@@ -37,6 +37,7 @@ _STYLE_OF_STATE = {
     "blocked": "red",
     "faulted": "red",
     "lost": "red",
+    "uncertain": "yellow",
 }
 
 

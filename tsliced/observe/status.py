@@ -144,6 +144,9 @@ class StatusPage:
             state, reason = "stuck", alarm.text(now)
         elif (lost := next(filter(None, map(leasing.lost.get, group.devices)), None)) is not None:
             state, reason = "lost", f"{lost}; {out_of_loss()}"
+        elif (silence := leasing.silent.get(group.name)) is not None:
+            # Whoever holds it has it still, as far as anybody knows; nobody else is let on.
+            state, reason = "uncertain", silence
         elif drain is not None:
             left = chosen is not None or (drain.park and residents)
             state, reason = "draining" if left else "drained", f"drained by {drain.by}"

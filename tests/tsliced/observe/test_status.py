@@ -215,6 +215,19 @@ def test_a_group_whose_process_is_broken_is_blocked_with_the_reason(tmp_path: Pa
     tell(tmp_path, story)
 
 
+def test_a_group_with_a_silent_host_is_uncertain_and_who_holds_it_is_shown(tmp_path: Path) -> None:
+    async def story(daemon: Inside, page: Page) -> None:
+        await daemon.grant(daemon.open("a"), G1)
+        # What `Hosts` concludes from its links.
+        daemon.machine.leasing.silent = {G1: Reason(cause=Cause.SILENT, text="n2 is silent")}
+        group = page.group()
+        assert (group["state"], group["reason"]) == ("uncertain", "n2 is silent")
+        assert group["holder"] == A
+        assert page.group(G2)["state"] == "free"
+
+    tell(tmp_path, story)
+
+
 def test_with_more_waiters_than_fit_into_an_answer_all_are_counted_and_some_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
