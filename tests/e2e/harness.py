@@ -79,6 +79,18 @@ def resident_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def fill_disk(directory: Path) -> Path:
+    """Takes all the room that is left."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 4096):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+    assert os.statvfs(directory).f_bavail == 0
+    return filler
+
+
 def write_toml(path: Path, sections: Settings) -> None:
     """Writes tables of plain values."""
     lines: list[str] = []
@@ -258,6 +270,13 @@ class Host:
         self, *, program: Sequence[str] = ("-m", "tsliced"), **environment: str
     ) -> None:
         """Starts the daemon, the first or the next, and waits until it serves."""
+        self.launch_daemon(program=program, **environment)
+        until(self.serves, "the daemon serves")
+
+    def launch_daemon(
+        self, *, program: Sequence[str] = ("-m", "tsliced"), **environment: str
+    ) -> None:
+        """Starts the daemon and does not wait for it."""
         self.write_config(self.config, self.settings)
         with self.log.open("ab") as log:
             self.daemon = subprocess.Popen(
@@ -267,7 +286,6 @@ class Host:
                 stdout=log,
                 stderr=log,
             )
-        until(self.serves, "the daemon serves")
 
     def arguments(self) -> list[str]:
         """Returns how the daemon is called."""
@@ -455,17 +473,7 @@ class Host:
 
     def judge(self) -> Judged:
         """Returns what the clients wrote down so far, and what of it must not have happened."""
-        own = [name for name in self.settings if name.startswith("groups.")]
-        groups = own or [name for name in DEFAULTS if name.startswith("groups.")]
-        settings = [self.settings.get(name, {}) for name in ("daemon", "limits", *groups)]
-        fifo = all(values.get("policy", "fifo") == "fifo" for values in settings)
-        bound = self.settings.get("limits", {}).get("max_passed_over", 8)
-        return judge(
-            self.histories,
-            self.log,
-            order=[name.removeprefix("groups.") for name in groups],
-            passes=0 if fifo else int(str(bound)),
-        )
+        return judge_all([self])
 
     def called(self) -> list[str]:
         """Returns the callbacks that ranks ran or are about to run, in their order."""
@@ -476,24 +484,17 @@ class Host:
         """Notes that the daemon's memory is about to be lost, and with it all places."""
         self.recorder.write("forgotten")
 
-    def _lost_waiters(self, limit_s: float) -> list[str]:
-        """Returns who waits for an answer still when the limit is over, and is in no queue."""
-        end = time.monotonic() + limit_s
-        while self.daemon is not None and self.daemon.poll() is None:
-            lost = self._unknown_waiters()
-            if not lost or time.monotonic() > end:
-                return lost
-            time.sleep(POLL_S)
-        return []
-
-    def _unknown_waiters(self) -> list[str]:
+    def known_waiters(self) -> set[str]:
+        """Returns the jobs that the daemon knows to wait for something."""
         status = self.status()
         waiting = [entry["job"] for group in status["groups"] for entry in group["queue"]]
         waiting += [group["next"] for group in status["groups"] if group["next"]]
         waiting += [job["job"] for job in status["jobs"] if job["gathering"]]
-        known = {f"{job['uid']}/{job['id']}" for job in waiting}
-        pids = {rank.pid for rank in self._ranks if not is_stopped(rank.pid)}
-        return [str(a) for a in self.judge().pending() if a.pid in pids and a.job not in known]
+        return {f"{job['uid']}/{job['id']}" for job in waiting}
+
+    def running_pids(self) -> set[int]:
+        """Returns the ranks that no signal keeps from running."""
+        return {rank.pid for rank in self._ranks if not is_stopped(rank.pid)}
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -517,30 +518,75 @@ class Host:
         What clients saw is judged before. Whoever still waits is in a queue, or gets an answer
         within the limit.
         """
-        try:
-            lost = self._lost_waiters(answer_limit_s)
-            self.close_ranks()
-            for process in self._others:
-                process.kill()
-                process.communicate()
-            if self.daemon is not None:
-                assert self.daemon.poll() is None, f"the daemon ended: {self.daemon.poll()}"
-                assert self.stop_daemon() == 0, "the daemon ended badly"
-            until(lambda: not self.workers(), "all workers end")
-            judged = self.judge()
-            assert not judged.violations, judged.report()
-            assert not lost, f"waiters are lost: {lost}"
-            assert not self.socket.exists(), "the daemon takes its socket away"
-        finally:
-            # pytest shows this for a test that failed.
-            sys.stdout.write(self.log.read_text(errors="replace") if self.log.exists() else "")
-            if self.daemon is not None:
-                self.daemon.kill()
-                self.daemon.wait(LIMIT_S)
-            for pid in self.workers():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            shutil.rmtree(self.directory, ignore_errors=True)
+        close_all([self], answer_limit_s=answer_limit_s)
+
+    def end(self) -> None:
+        """Ends all processes, the daemon as one that is asked for it."""
+        self.close_ranks()
+        for process in self._others:
+            process.kill()
+            process.communicate()
+        if self.daemon is not None:
+            assert self.daemon.poll() is None, f"the daemon ended: {self.daemon.poll()}"
+            assert self.stop_daemon() == 0, "the daemon ended badly"
+        until(lambda: not self.workers(), "all workers end")
+        assert not self.socket.exists(), "the daemon takes its socket away"
+
+    def discard(self) -> None:
+        """Leaves nothing, whatever went wrong; tells what the daemon wrote."""
+        # pytest shows this for a test that failed.
+        sys.stdout.write(self.log.read_text(errors="replace") if self.log.exists() else "")
+        if self.daemon is not None:
+            self.daemon.kill()
+            self.daemon.wait(LIMIT_S)
+        for pid in self.workers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def judge_all(hosts: Sequence[Host]) -> Judged:
+    """Returns what the clients of all hosts saw; the first one's settings say what is in order."""
+    given = hosts[0].settings
+    own = [name for name in given if name.startswith("groups.")]
+    groups = own or [name for name in DEFAULTS if name.startswith("groups.")]
+    settings = [given.get(name, {}) for name in ("daemon", "limits", *groups)]
+    fifo = all(values.get("policy", "fifo") == "fifo" for values in settings)
+    bound = given.get("limits", {}).get("max_passed_over", 8)
+    return judge(
+        *(host.histories for host in hosts),
+        logs=[host.log for host in hosts],
+        order=[name.removeprefix("groups.") for name in groups],
+        passes=0 if fifo else int(str(bound)),
+    )
+
+
+def close_all(hosts: Sequence[Host], *, answer_limit_s: float = LIMIT_S) -> None:
+    """Ends hosts that belong together, and judges what their clients saw; see `Host.close`."""
+    try:
+        lost = _lost_waiters(hosts, answer_limit_s)
+        for host in hosts:
+            host.end()
+        judged = judge_all(hosts)
+        assert not judged.violations, judged.report()
+        assert not lost, f"waiters are lost: {lost}"
+    finally:
+        for host in hosts:
+            host.discard()
+
+
+def _lost_waiters(hosts: Sequence[Host], limit_s: float) -> list[str]:
+    """Returns who waits for an answer still when the limit is over, and is in no queue."""
+    end = time.monotonic() + limit_s
+    while all(host.daemon is not None and host.daemon.poll() is None for host in hosts):
+        known = set().union(*(host.known_waiters() for host in hosts))
+        pids = set().union(*(host.running_pids() for host in hosts))
+        pending = judge_all(hosts).pending()
+        lost = [str(a) for a in pending if a.pid in pids and a.job not in known]
+        if not lost or time.monotonic() > end:
+            return lost
+        time.sleep(POLL_S)
+    return []
 
 
 class MakeHost(Protocol):

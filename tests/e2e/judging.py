@@ -112,20 +112,21 @@ class Judged:
 
 
 def judge(
-    directory: Path, log: Path | None = None, *, order: Iterable[str] = (), passes: int = 0
+    *directories: Path, logs: Iterable[Path] = (), order: Iterable[str] = (), passes: int = 0
 ) -> Judged:
-    """Reads what was written so far and judges it.
+    """Reads what was written so far by the clients of one host, or of several, and judges it.
 
+    logs: of the daemons; one may not be there.
     order: the groups in the configured order, in which a lease of several reserves them.
     passes: how often a waiter may be passed over.
     """
-    histories = _read(directory)
+    histories = _read(*directories)
     every = [line for lines in histories.values() for line in lines]
     killed = [line for line in every if line["what"] == "killed"]
     acquires = [a for who, lines in histories.items() for a in _acquires(who, lines, killed)]
     _mark_repeated(acquires)
     _end_elsewhere(acquires, histories)
-    if log is not None and log.exists():
+    for log in filter(Path.exists, logs):
         queued, taken_back = _read_log(log)
         _take_back(acquires, taken_back)
         _find_queued(acquires, queued)
@@ -150,9 +151,9 @@ def lines_of(directory: Path, what: str) -> list[Line]:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _read(directory: Path) -> dict[str, list[Line]]:
+def _read(*directories: Path) -> dict[str, list[Line]]:
     histories = {}
-    for path in sorted(directory.glob("*.jsonl")):
+    for path in sorted(path for directory in directories for path in directory.glob("*.jsonl")):
         lines = path.read_text().split("\n")
         # What comes behind the last line break was being written when its writer was killed.
         histories[path.stem] = [json.loads(line) for line in lines[:-1]]

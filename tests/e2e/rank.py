@@ -168,7 +168,8 @@ def job() -> str | None:
 def take(groups: Any = None, **ask: Any) -> libtimeslice.Lease:
     """Acquires a lease, and writes down when it was asked for and what came of it."""
     names = [groups] if isinstance(groups, str) else list(groups or ())
-    number = recorder().invoke(job(), names, ask.get("ranks") or 1)
+    ranks = ask.get("ranks") or int(os.environ.get("WORLD_SIZE", "1"))
+    number = recorder().invoke(job(), names, ranks)
     try:
         lease = client().acquire(groups, **ask)
     except BaseException as error:

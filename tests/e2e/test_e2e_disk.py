@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import HERE, Host, Rank, RankError, until
+from harness import HERE, Host, Rank, RankError, fill_disk, until
 from pinger import Pinger
 from raw_client import RawClient
 
@@ -57,18 +57,6 @@ def mounted(softcuda_build: Path) -> Iterator[Mounted]:
             subprocess.run(["umount", "--lazy", str(state)], check=True, timeout=30)
 
 
-def fill(directory: Path) -> Path:
-    """Takes all the room that is left."""
-    filler = directory / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 16, 4096):
-            with contextlib.suppress(OSError):
-                while file.write(bytes(size)):
-                    pass
-    assert os.statvfs(directory).f_bavail == 0
-    return filler
-
-
 def acquire_until_refused(rank: Rank, group: str) -> RankError:
     """Takes leases, and gives them back, until the journal can take no more."""
     for _ in range(10_000):
@@ -87,7 +75,7 @@ def test_on_a_full_disk_nobody_new_is_let_on_and_holders_go_on_g2(mounted: Mount
     holder, other = host.trainer("holder", mib=8), host.rank("other")
     held = holder.do("acquire", groups="g1")
     digest = holder.do("digest")
-    filler = fill(host.directory / "state")
+    filler = fill_disk(host.directory / "state")
     with Pinger(host.socket) as pinger:
         refused = acquire_until_refused(other, "g2")
         assert "the disk is full; free some space there" in str(refused)

@@ -44,7 +44,7 @@ class Story:
             file.write(f"{head} {kind} job=0/x groups=g1 lease={lease} {facts}\n")
 
     def judge(self, **options: Any) -> Judged:
-        return judge(self._directory, self._log, **options)
+        return judge(self._directory, logs=[self._log], **options)
 
     def rules(self, **options: Any) -> list[str]:
         return [violation.rule for violation in self.judge(**options).violations]

@@ -6,104 +6,17 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import LIMIT_S, Host, MakeHost, Settings, until
-
-#: Short, but not so short that a busy machine is taken for a dead one.
-TIMES = {
-    "heartbeat_s": 0.2,
-    "suspect_s": 1.5,
-    "lost_s": 4.0,
-    "greeting_timeout_s": 4.0,
-    "reconnect_min_s": 0.05,
-    "reconnect_max_s": 0.5,
-}
-
-
-class Cluster:
-    """Where the hosts of a test are, and what they know each other by."""
-
-    def __init__(self, directory: Path, auth: str, *names: str) -> None:
-        self.auth = auth
-        self.directory = directory / "keys"
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
-        self.hosts = [f"{name}=127.0.0.1:{port}" for name, port in self.ports.items()]
-        if auth in ("tls", "psk"):
-            self.init(self.directory)
-
-    def init(self, directory: Path) -> None:
-        """Makes keys, as an operator does."""
-        arguments = ["--hosts", ",".join(self.ports), "--dir", str(directory), "--auth", self.auth]
-        ctl("cluster", "init", *arguments)
-
-    def settings(self, name: str, *, keys: Path | None = None, **peers: object) -> Settings:
-        """Returns the configuration of a host."""
-        place = (keys or self.directory) / name / "peers"
-        files = {
-            "ca_file": "ca.crt",
-            "cert_file": "host.crt",
-            "key_file": "host.key",
-            "secret_file": "secret",
-        }
-        return {
-            "daemon": {"host": name},
-            "peers": {
-                "auth": self.auth,
-                "hosts": self.hosts,
-                **{key: str(place / file) for key, file in files.items()},
-                **TIMES,
-                **peers,
-            },
-        }
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that nobody has now."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in found]
-    for sock in found:
-        sock.close()
-    return ports
-
-
-def ctl(*arguments: str, status: int = 0, **environment: str) -> str:
-    """Runs tslicectl, which must end with a status, and returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tsliced.ctl", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
-
-
-def at(host: Host, *arguments: str, status: int = 0) -> str:
-    """Runs tslicectl as `ctl` does, on a host."""
-    return ctl(*arguments, status=status, TSLICE_SOCKET=str(host.socket))
-
-
-def peer(host: Host, name: str) -> dict[str, Any]:
-    """Returns where another host stands for this one."""
-    found: dict[str, Any] = next(p for p in host.status()["peers"] if p["host"] == name)
-    return found
-
-
-def wait_for(host: Host, name: str, state: str) -> dict[str, Any]:
-    """Waits until another host is in a state, and returns where it stands."""
-    until(lambda: peer(host, name)["state"] == state, f"{name} is {state}")
-    return peer(host, name)
+from net_hosts import Cluster, at, ctl, linked_hosts, peer, wait_for
 
 
 def linked(make_host: MakeHost, cluster: Cluster, **more: Any) -> tuple[Host, Host]:
@@ -180,76 +93,23 @@ def test_a_host_that_hangs_is_lost_and_blames_nobody_when_it_goes_on(
     assert not hung.events("peer_lost")
 
 
-class Wire:
-    """Two network namespaces with a wire between them; for tests alone (RFC 2544)."""
-
-    ADDRESSES = ("198.18.7.1", "198.18.7.2")
-
-    def __init__(self) -> None:
-        self.names = [f"ts{os.getpid()}-{end}" for end in "ab"]
-        try:
-            for name in self.names:
-                ip("netns", "add", name)
-            one, other = self.names
-            far = ["peer", "name", "wire", "netns", other]
-            ip("-n", one, "link", "add", "wire", "type", "veth", *far)
-            for name, address in zip(self.names, self.ADDRESSES, strict=True):
-                ip("-n", name, "address", "add", f"{address}/30", "dev", "wire")
-                ip("-n", name, "link", "set", "lo", "up")
-            self.set("up")
-        except BaseException:
-            self.close()
-            raise
-
-    def set(self, state: str) -> None:
-        """Plugs the wire in ("up"), or pulls it out ("down")."""
-        for name in self.names:
-            ip("-n", name, "link", "set", "wire", state)
-
-    def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=LIMIT_S)
-
-
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def wire() -> Iterator[Wire]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and ip(8), for network namespaces")
-    wire = Wire()
-    yield wire
-    wire.close()
-
-
 @pytest.mark.parametrize("auth", ["tls", "psk"])
 def test_hosts_that_a_network_parts_lose_and_find_each_other_and_both_live_on(
-    wire: Wire, make_host: MakeHost, tmp_path: Path, auth: str
+    softcuda_build: Path, tmp_path: Path, auth: str
 ) -> None:
-    cluster = Cluster(tmp_path, auth, "n1", "n2")
-    hosts = [f"n{end}={address}" for end, address in enumerate(wire.ADDRESSES, start=1)]
-    n1, n2 = (
-        make_host(
-            settings=cluster.settings(name, hosts=hosts),
-            launcher=("ip", "netns", "exec", namespace),
-        )
-        for name, namespace in zip(("n1", "n2"), wire.names, strict=True)
-    )
-    sides = ((n1, "n2"), (n2, "n1"))
-    before = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
-    wire.set("down")
-    for host, other in sides:
-        assert wait_for(host, other, "lost")["reason"].startswith("nothing was heard of it for")
-        assert host.group()["state"] == "free", "the host itself serves on"
-    wire.set("up")
-    after = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
-    assert after == before
-    for host, _ in sides:
-        kinds = [event["kind"] for event in host.events("peer_up", "peer_suspect", "peer_lost")]
-        assert kinds == ["peer_up", "peer_suspect", "peer_lost", "peer_up"]
+    with linked_hosts(softcuda_build, tmp_path, "n1", "n2", auth=auth) as hosts:
+        sides = ((hosts["n1"], "n2"), (hosts["n2"], "n1"))
+        before = [peer(host, other)["incarnation"] for host, other in sides]
+        hosts.network.isolate("n1")
+        for host, other in sides:
+            assert wait_for(host, other, "lost")["reason"].startswith("nothing was heard of it for")
+            assert host.group()["state"] == "free", "the host itself serves on"
+        hosts.network.heal()
+        after = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
+        assert after == before
+        for host, _ in sides:
+            kinds = [event["kind"] for event in host.events("peer_up", "peer_suspect", "peer_lost")]
+            assert kinds == ["peer_up", "peer_suspect", "peer_lost", "peer_up"]
 
 
 def test_one_host_shows_the_state_of_all_and_says_of_whom_it_knows_nothing(
