@@ -39,6 +39,11 @@ class Target:
             return self.coordinator
         return self.random.choice(others)
 
+    def host_with_ranks(self) -> SimHost:
+        """Return a host on which a call can be made for its job, if there is any."""
+        processes = self.processes()
+        return self.random.choice(processes)[0] if processes else self.host()
+
     def link(self) -> tuple[HostName, HostName] | None:
         """Return the link between its coordinator and another of its hosts, in either direction."""
         others = [host.host for host in self.hosts if host is not self.coordinator]
@@ -172,7 +177,7 @@ def _hang(target: Target) -> bool:
 
 
 def _fail(target: Target) -> bool:
-    host = target.host()
+    host = target.host_with_ranks()
     host.failing = target.random.choice((1, 1, 2, 5))
     return True
 

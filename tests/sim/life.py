@@ -29,7 +29,8 @@ STORM_S, REST_S = (20.0, 90.0), 7200.0
 MIN_SWITCHES = 3
 #: From the beginning of a phase to the fault that is to hit it, seconds at most.
 AIM_S = 0.5
-#: Phases that need something to go wrong first, and what is done for it.
+#: Phases that need something to go wrong first, what is done for it, and how often at most.
+MAX_CAUSES = 6
 CAUSES = {
     Place.TURNING_BACK: (Place.FREEZING, "call fails"),
     Place.REVIVING: (Place.FREEZING, "call fails"),
@@ -67,7 +68,10 @@ class Life:
     switches: int = 0
     cluster: Cluster = field(init=False)
     random: Random = field(init=False)
+    #: What is still to be hit.
     _aims: list[Aim] = field(default_factory=list)
+    #: By what is to be hit: how many times more something is done for it.
+    _causes: dict[Aim, int] = field(default_factory=dict)
     _storm: bool = True
     _places: dict[tuple[HostName, TenancyKey], Place] = field(default_factory=dict)
     _holder: dict[GroupName, JobKey] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class Life:
         )
         # Of its own, so that what is drawn for faults does not depend on what they do.
         self.random = Random(f"aims of {self.seed}")
-        self._aims = self._draw_aims()
+        self._draw_aims()
         self.cluster.set_bad_luck(self.random.choice((0.0, 0.02, 0.1)))
 
     def live(self) -> None:
@@ -96,12 +100,13 @@ class Life:
 
     # --- what happens ------------------------------------------------------------------------
 
-    def _draw_aims(self) -> list[Aim]:
+    def _draw_aims(self) -> None:
         spans = any(len(hosts) > 1 for hosts in self.cluster.layout.groups.values())
         possible = [aim for aim in all_pairs() if spans or aim.fault not in OF_LINKS]
-        aims = self.random.sample(possible, self.random.randint(1, 4))
-        causes = [Aim(*CAUSES[aim.phase]) for aim in aims if aim.phase in CAUSES]
-        return causes + aims
+        # What something has to go wrong for comes to pass less often than it is wished for.
+        weights = [4 if aim.phase is Place.WITHDRAWING else 1 for aim in possible]
+        self._aims = self.random.choices(possible, weights, k=self.random.randint(2, 6))
+        self._causes = {aim: MAX_CAUSES for aim in self._aims if aim.phase in CAUSES}
 
     def _watch(self, _host: HostName, what: Event | Action) -> None:
         grant = what.message if isinstance(what, Send) else what
@@ -126,6 +131,12 @@ class Life:
                     self._aim(host, key, coordinator.place)
 
     def _aim(self, host: SimHost, key: TenancyKey, phase: Place) -> None:
+        for wanted, tries in self._causes.items():
+            cause, fault = CAUSES[wanted.phase]
+            if tries and cause is phase and wanted in self._aims:
+                self._causes[wanted] -= 1
+                FAULTS[fault](Target(self.cluster, key, host.host))
+                return
         aim = next((aim for aim in self._aims if aim.phase is phase), None)
         if aim is not None:
             delay_s = self.random.choice((0.0, self.random.random() * AIM_S))

@@ -173,6 +173,10 @@ class Coordinator:
             return []
         return [host for host in self._unanswered if self._counts(host)]
 
+    def left_out(self, host: HostName) -> bool:
+        """Whether the latest move ended without a host's answer, which may still owe a thaw."""
+        return self.stable and host in self._unanswered
+
     @property
     def waits(self) -> bool:
         """Whether any host's answer to the standing order is waited for."""

@@ -265,6 +265,7 @@ class Homes:
             self.by_group[group][tenancy.key] = tenancy
 
     def _forget(self, tenancy: Tenancy) -> None:
+        self.tell_arbiters(tenancy)
         key = tenancy.key
         del self.all[key]
         of_job = self.by_job[key.job]

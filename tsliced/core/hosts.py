@@ -333,18 +333,20 @@ class Hosts:
             else:
                 self.remains.on_left(job, now)
         self.present.setdefault(group, set()).add(host)
-        self._find_strays(group, now)
+        self._find_strays(host, group, now)
         self.look_for_silence()
         leasing.todo.append(group)
 
-    def _find_strays(self, group: GroupName, now: float) -> None:
+    def _find_strays(self, host: HostName, group: GroupName, now: float) -> None:
         """Bring together what is not where its tenancy is, since a host went its own way."""
         for key, tenancy in list(self.tenancies.by_group[group].items()):
             coordinator = tenancy.coordinator
             if not tenancy.led_here or coordinator.place is not Place.ON:
                 continue
             astray = (RankState.FROZEN, RankState.PARKED)
-            if any(present.state in astray for present in tenancy.abroad.values()):
+            away = any(present.state in astray for present in tenancy.abroad.values())
+            # Where all run, callbacks may still wait to be told to resume.
+            if away or coordinator.left_out(host):
                 self.leasing.out += self.tenancies.ask(key, now=now)
 
     def _on_rank_gone(self, rank: RankId, now: float) -> None:

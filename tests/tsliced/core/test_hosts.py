@@ -93,6 +93,23 @@ def test_a_job_without_a_rank_on_a_host_leaves_nothing_behind_there_g9() -> None
     assert not [key for key in lab[N2].journal if key[0] == "tenancy"]
 
 
+def test_an_arbiter_knows_of_no_client_where_nothing_of_its_job_is_left_g9() -> None:
+    lab = pair()
+    first = ask(lab, "a")
+    come_up(lab, "a", N1)
+    ask(lab, "b")
+    lab.by_hand()
+    lab[N1].release(first)
+    while not lab[N2].pending:
+        lab.step()
+    # It comes while its host looks whether there is anything of its job that has to leave.
+    session = lab[N2].session(job("a"))
+    lab.by_itself()
+    lab[N2].close(session)
+    lab.run()
+    assert not any(lab[N1].machine.remains.clients_abroad.values())
+
+
 def test_a_driver_on_a_host_outside_of_the_group_gets_it_for_ranks_elsewhere() -> None:
     lab = Lab({G: (N1, N2), GroupName("other"): (N3,)})
     first, ranks = hold(lab, "a", N3)

@@ -21,10 +21,10 @@ from hosts_lab import (
     session_of,
     states,
 )
-from simulated import job
+from simulated import failure, job
 from world import LIMITS
 
-from tsliced.core.actions import Note, TellLost, TellRankLost, TellStalled
+from tsliced.core.actions import Note, RunHooks, TellLost, TellRankLost, TellStalled
 from tsliced.core.coordinator import Place
 from tsliced.core.events import HostDied, PeerConnected, PeerDisconnected, PeerLost, PeerSaid
 from tsliced.core.model import (
@@ -438,6 +438,29 @@ def test_what_was_parked_on_a_host_that_is_back_comes_back_where_its_job_runs() 
     lab.rejoin(N2)
     lab.run()
     assert states(lab, ranks) == [RUNNING, RUNNING]
+
+
+def test_callbacks_on_a_host_that_was_away_at_a_turn_back_are_told_to_resume() -> None:
+    lab = pair()
+    session = lab[N2].session(job("a"), hooks=True)
+    first = lab[N2].acquire(session, G)
+    lab.run()
+    ranks = [come_up(lab, "a", host) for host in (N1, N2)]
+    ask(lab, "b")
+    frozen = failure(Cause.FREEZE_TIMEOUT, ranks[1], N2)
+    lab[N2].verdict = lambda verb, _: frozen if verb is Verb.FREEZE else None
+    lab.by_hand()
+    release(lab, first, N2)
+    participant = lab[N2].machine.tenancies.all[A].participant
+    while participant.order is None or participant.order.goal is not Goal.RESTORED:
+        lab.step()
+    lab.isolate(N2, lost=True)
+    lab.by_itself()
+    assert states(lab, ranks) == [RUNNING, RUNNING]
+    assert lab[N2].ended(RunHooks)[-1].quiesce
+    lab.rejoin(N2)
+    lab.run()
+    assert not lab[N2].ended(RunHooks)[-1].quiesce
 
 
 def test_an_arbiter_that_is_gone_takes_with_it_what_it_had_given() -> None:
