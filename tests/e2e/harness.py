@@ -205,6 +205,9 @@ class Rank:
 class Host:
     """Devices in a directory of their own, a daemon, and everything that was started beside it."""
 
+    #: Without groups in its settings it has those of `DEFAULTS`.
+    has_default_groups = True
+
     def __init__(
         self,
         softcuda: Path,
@@ -245,6 +248,11 @@ class Host:
         self._eye: Rank | None = None
         self._prepare()
         self._make_devices()
+
+    @property
+    def name(self) -> str:
+        """What other hosts call it."""
+        return str(self.settings.get("daemon", {}).get("host", "n1"))
 
     def _prepare(self) -> None:
         """Lays out what another kind of host has elsewhere."""
@@ -339,7 +347,7 @@ class Host:
                 "log_level": "debug",
             }
         }
-        has_groups = any(name.startswith("groups.") for name in settings)
+        has_groups = not self.has_default_groups or groups_in(settings)
         for name, values in DEFAULTS.items():
             if not (has_groups and name.startswith("groups.")):
                 sections[name] = dict(values)
@@ -471,6 +479,10 @@ class Host:
 
     # --- what clients saw ---------------------------------------------------------------------
 
+    def group_names(self) -> list[str]:
+        """Returns the names of all groups, in the order in which they are reserved."""
+        return groups_in(self.settings) or groups_in(DEFAULTS)
+
     def judge(self) -> Judged:
         """Returns what the clients wrote down so far, and what of it must not have happened."""
         return judge_all([self])
@@ -545,18 +557,23 @@ class Host:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def groups_in(settings: Settings) -> list[str]:
+    """Returns the groups that settings have tables of, in their order."""
+    names = (name for name in settings if name.startswith("groups."))
+    return [name.removeprefix("groups.") for name in names]
+
+
 def judge_all(hosts: Sequence[Host]) -> Judged:
     """Returns what the clients of all hosts saw; the first one's settings say what is in order."""
-    given = hosts[0].settings
-    own = [name for name in given if name.startswith("groups.")]
-    groups = own or [name for name in DEFAULTS if name.startswith("groups.")]
-    settings = [given.get(name, {}) for name in ("daemon", "limits", *groups)]
+    groups = hosts[0].group_names()
+    names = ("daemon", "limits", *(f"groups.{group}" for group in groups))
+    settings = [hosts[0].settings.get(name, {}) for name in names]
     fifo = all(values.get("policy", "fifo") == "fifo" for values in settings)
-    bound = given.get("limits", {}).get("max_passed_over", 8)
+    bound = hosts[0].settings.get("limits", {}).get("max_passed_over", 8)
     return judge(
         *(host.histories for host in hosts),
         logs=[host.log for host in hosts],
-        order=[name.removeprefix("groups.") for name in groups],
+        order=groups,
         passes=0 if fifo else int(str(bound)),
     )
 

@@ -16,10 +16,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness import LIMIT_S, Host, Rank, Settings, close_all, until
+from harness import LIMIT_S, Host, Rank, Settings, close_all, groups_in, until
 from namespaces import Network, skip_without_namespaces
 
 #: Short, but not so short that a busy machine is taken for a dead one.
@@ -121,19 +122,19 @@ def wait_for(host: Host, name: str, state: str) -> dict[str, Any]:
 
 
 class NetHost(Host):
-    """A host with a network of its own."""
+    """A host with a network of its own; without groups in its settings each host is one."""
+
+    has_default_groups = False
 
     def __init__(
         self,
         softcuda: Path,
         network: Network,
-        name: str,
         settings: Settings,
         *,
         disk: str | None = None,
     ) -> None:
         """`disk`: size of a file system of its own for the daemon's state, as mount(8) has it."""
-        self.name = name
         self.network = network
         self._disk = disk
         super().__init__(softcuda, settings=settings)
@@ -173,6 +174,9 @@ class NetHost(Host):
             within=(*self.network.inside(self.name), *within),
             **environment,
         )
+
+    def group_names(self) -> list[str]:
+        return groups_in(self.settings) or sorted(self.network.addresses)
 
     def lose_power(self) -> None:
         """Ends everything, and nobody elsewhere hears of it."""
@@ -214,9 +218,10 @@ class Hosts:
         *names: str,
         auth: str = "psk",
         settings: Settings | None = None,
+        special: Mapping[str, Settings] | None = None,
         disks: Mapping[str, str] | None = None,
     ) -> None:
-        """`disks`: see `NetHost`, by the names of the hosts."""
+        """`special`: settings of single hosts; `disks`: see `NetHost`. By the names of hosts."""
         self.network = Network(*names)
         self.all: list[NetHost] = []
         try:
@@ -225,10 +230,11 @@ class Hosts:
                 known = cluster.settings(name)
                 sections = {key: dict(values) for key, values in known.items()}
                 own = {"peers": NET_TIMES, "limits": LIMITS}
-                for section, values in (*own.items(), *(settings or {}).items()):
+                given = [settings or {}, (special or {}).get(name, {})]
+                for section, values in chain(own.items(), *(some.items() for some in given)):
                     sections[section] = {**sections.get(section, {}), **values}
                 disk = (disks or {}).get(name)
-                self.all.append(NetHost(softcuda, self.network, name, sections, disk=disk))
+                self.all.append(NetHost(softcuda, self.network, sections, disk=disk))
             for host in self.all:
                 host.launch_daemon()
             for host in self.all:
@@ -291,13 +297,14 @@ def linked_hosts(
     softcuda: Path,
     directory: Path,
     *names: str,
-    auth: str = "psk",
-    settings: Settings | None = None,
-    disks: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> Iterator[Hosts]:
-    """Yields hosts that are linked; at the end nothing may be left. Skips where there are none."""
+    """Yields hosts that are linked, made as `Hosts` are; at the end nothing may be left.
+
+    Skips the test where there can be none.
+    """
     skip_without_namespaces()
-    hosts = Hosts(softcuda, directory, *names, auth=auth, settings=settings, disks=disks)
+    hosts = Hosts(softcuda, directory, *names, **settings)
     try:
         yield hosts
     except BaseException:
@@ -322,7 +329,7 @@ class Gang:
     """A job with a rank on each of some hosts, and a driver that has no device."""
 
     def __init__(
-        self, job: str, driver: NetHost, hosts: Iterable[NetHost], *, group: str, device: int = 0
+        self, job: str, driver: Host, hosts: Iterable[Host], *, group: str, device: int = 0
     ) -> None:
         self.job = job
         self.group = group

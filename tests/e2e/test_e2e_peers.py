@@ -103,7 +103,7 @@ def test_hosts_that_a_network_parts_lose_and_find_each_other_and_both_live_on(
         hosts.network.isolate("n1")
         for host, other in sides:
             assert wait_for(host, other, "lost")["reason"].startswith("nothing was heard of it for")
-            assert host.group()["state"] == "free", "the host itself serves on"
+            assert host.group(host.name)["state"] == "free", "the host itself serves on"
         hosts.network.heal()
         after = [wait_for(host, other, "connected")["incarnation"] for host, other in sides]
         assert after == before

@@ -13,7 +13,7 @@ from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, open_daemon
 from tsliced.ctl.failures import DONE
 from tsliced.ctl.names import devices_text, job_text, user_name
-from tsliced.ctl.options import Commands, positive_seconds
+from tsliced.ctl.options import Commands, name, positive_seconds
 from tsliced.ctl.output import (
     NOTHING,
     duration,
@@ -50,8 +50,12 @@ def add_commands(commands: Commands) -> None:
         type=positive_seconds,
         help="show it again and again, until Ctrl-C",
     )
-    status.add_argument(
+    whose = status.add_mutually_exclusive_group()
+    whose.add_argument(
         "--all", action="store_true", help="of all hosts that this one's daemon has links to"
+    )
+    whose.add_argument(
+        "--host", metavar="HOST", type=name, help="of another host, by the link to its daemon"
     )
     status.set_defaults(call=show_status)
     ps = commands.add("ps", "list the processes that have a context on the devices")
@@ -61,9 +65,10 @@ def add_commands(commands: Commands) -> None:
 def show_status(options: argparse.Namespace) -> int:
     """Prints one screen, or one JSON document, about one daemon or all; maybe repeatedly."""
     watch: float | None = options.watch
+    whose = {} if options.host is None else {"host": options.host}
     with open_daemon(options) as daemon:
         while True:
-            status: Message = ask(daemon, "status")["status"]
+            status: Message = ask(daemon, "status", **whose)["status"]
             others = _ask_others(daemon, status) if options.all else []
             if options.json:
                 print_json({"status": status, **({"hosts": others} if options.all else {})})
