@@ -74,6 +74,7 @@ def go_on_at_the_first_answer_in(place: Place) -> Mutation:
             if self.place is place and report.stamp == self.stamp and report.failure is None:
                 for host in self.missing:
                     self._reports[host] = replace(report, host=host)
+                    del self._unanswered[host]
             return original(self, report, now=now)
 
         patch.setattr(Coordinator, "on_report", on_report)

@@ -233,6 +233,8 @@ class Homes:
             out.append(FreeMemory(tenancy=tenancy.key, host=True, device=True))
         for key in keys:
             made = self.make(key, Place.ON if all_on else Place.OFF, old[0].lead)
+            # That there was a move at all tells a restart that callbacks may have to resume.
+            made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.pinned = pinned
             made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
             made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)

@@ -426,3 +426,24 @@ def test_a_device_that_a_parked_rank_had_is_what_it_needs_again() -> None:
     world.release(other)
     assert world.held(again)
     assert world.state(process) is RUNNING
+
+
+def test_callbacks_of_a_tenancy_that_was_divided_are_told_to_resume_after_a_restart_g8() -> None:
+    world = World()
+    session = world.session(A, hooks=True)
+    both = world.acquire(session, G1, G2)
+    world.context(A, D1)
+    world.look()
+    world.release(both)
+    other = world.acquire(world.session(B))
+    world.context(B, D1)
+    world.look()
+    alone = world.acquire(session)
+    world.auto = False
+    world.release(other)
+    world.run_until(StartOperation, Verb.FREEZE)
+    world.restart()
+    world.auto = True
+    world.run()
+    assert world.held(alone)
+    assert [hooks.quiesce for hooks in world.ended(RunHooks)] == [True, False]

@@ -16,7 +16,7 @@ from tsliced.core.actions import (
     TenancyRecord,
     WatchProcess,
 )
-from tsliced.core.coordinator import NO_STAMP, Place
+from tsliced.core.coordinator import Place
 from tsliced.core.events import GroupsObserved, RankRegistered
 from tsliced.core.model import (
     Cause,
@@ -74,10 +74,11 @@ def test_a_division_is_written_down_with_where_each_rank_belongs() -> None:
     whole, part, rest = (TenancyKey(A, groups) for groups in ((G1, G2, G3), (G1,), (G2, G3)))
     for key in [key for key in world.journal if key[0] in ("session", "lease", "ended")]:
         del world.journal[key]
+    stamp = world.machine.tenancies.all[whole].coordinator.stamp
     world.acquire(session, G1)
     kept = [record for record in world.journal.values() if not hasattr(record, "session")]
     assert [r for r in kept if isinstance(r, TenancyRecord)] == [
-        TenancyRecord(tenancy=key, stamp=NO_STAMP, goal=Goal.ON) for key in (part, rest)
+        TenancyRecord(tenancy=key, stamp=stamp, goal=Goal.ON) for key in (part, rest)
     ]
     homes = {r.rank.process: r.tenancy for r in kept if isinstance(r, RankRecord)}
     assert homes == {one: part, two: rest}
