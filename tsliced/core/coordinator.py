@@ -200,7 +200,9 @@ class Coordinator:
 
     def _lacks_answers(self) -> bool:
         """Whether an answer to the standing order that counts is not there; each answer asks."""
-        return any(map(self._counts, self._unanswered))
+        if self.links.lost or self.links.dead:
+            return any(map(self._counts, self._unanswered))
+        return bool(self._unanswered)
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""

@@ -38,6 +38,7 @@ from tsliced.core.events import SessionOpened
 from tsliced.core.messages import PeerMessage
 from tsliced.core.model import Counter, HostName, JobKey, ProcessId
 from tsliced.core.signals import Order, Report
+from tsliced.core.value import maker
 from tsliced.net.peer_messages import PeerRefused, Say
 
 #: Entries of one row, for example ranks of a host.
@@ -208,12 +209,13 @@ def _kind(codecs: _PeerCodecs, kind: type[Any]) -> _Kind:
     names = [field.name for field in dataclasses.fields(kind) if field.name != unsaid]
     row = codecs.row(kind, names)
     assert row.pack is not None
+    make = maker(kind)
 
     def unpack(value: object, speaker: HostName, listener: HostName) -> PeerMessage:
         fields = row.unpack(value)
         if tell is not None:
             fields[unsaid] = tell(speaker, listener)
-        message: PeerMessage = kind(**fields)
+        message: PeerMessage = make(**fields)
         return message
 
     # On the wire `SessionOpened` is "session_opened".

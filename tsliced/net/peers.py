@@ -22,6 +22,7 @@ from tsliced.config import PeerAddress
 from tsliced.core.actions import Send
 from tsliced.core.events import PeerConnected, PeerDisconnected, PeerEvent, PeerLost, PeerSaid
 from tsliced.core.model import HostName
+from tsliced.core.value import maker
 from tsliced.net import peer_codec
 from tsliced.net.listening import ListenError
 from tsliced.net.peer_link import Identity, dial, receive_link
@@ -50,6 +51,8 @@ REFUSAL_PAUSE_S: Final = 60.0
 MAX_REFUSALS: Final = 256
 #: After an accept that failed, for example because there is no file descriptor left.
 ACCEPT_PAUSE_S: Final = 0.5
+
+_make_said = maker(PeerSaid)
 
 
 class Unanswered(NamedTuple):
@@ -296,7 +299,7 @@ class Peers:
                 said = peer_codec.decode_untrusted(
                     message, speaker=peer.host, listener=self._identity.host
                 )
-                self._post(PeerSaid(host=peer.host, message=said))
+                self._post(_make_said(host=peer.host, message=said))
             case Ping():
                 link.send(Pong(seq=message.seq, at_unix=time.time()))
             case Pong():
