@@ -55,6 +55,10 @@ check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages,
 bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives
 	$(BIN)/python -m bench
 
+.PHONY: bench-hosts
+bench-hosts: $(VENV)/.stamp-test softcuda ## Measure what a switch costs over up to 2,048 hosts
+	$(BIN)/python -m bench.hosts
+
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-fuzz ## Feed the daemon FRAMES=1000000 frames that nobody meant, or DURATION=seconds of them; SEED=n
 	$(BIN)/python tests/fuzz/fuzz.py --frames $(or $(FRAMES),1000000) \

@@ -16,10 +16,10 @@ from pathlib import Path
 from bench.daemon import Place, make_devices
 from bench.deaths import measure_deaths
 from bench.footprint import measure_footprint
-from bench.machine import Machine, choose_cores, describe
-from bench.report import Section, table, to_json
+from bench.machine import choose_cores, describe
+from bench.report import Section, heading, table, to_json
 from bench.requests import measure_acquire, measure_crowd, measure_yardsticks
-from bench.server import ROOT
+from bench.server import ROOT, STATE
 from bench.switching import measure_switch
 
 MEASUREMENTS: dict[str, Callable[[Place], Section]] = {
@@ -30,7 +30,6 @@ MEASUREMENTS: dict[str, Callable[[Place], Section]] = {
     "yardsticks": measure_yardsticks,
     "footprint": measure_footprint,
 }
-STATE = ROOT / "build" / "bench-state"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = Place(directory=Path(directory), state=STATE, cores=cores)
         make_devices(place)
         sections = [_measure(name, place) for name in options.only]
-    print(_heading(machine, cores.apart))
+    print(heading(machine, apart=cores.apart))
     print(table(sections))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(to_json(sections, machine))
@@ -85,20 +84,6 @@ def _names(text: str) -> list[str]:
 def _measure(name: str, place: Place) -> Section:
     print(f"measuring {name} ...", file=sys.stderr, flush=True)
     return MEASUREMENTS[name](place)
-
-
-def _heading(machine: Machine, apart: bool) -> str:
-    lines = [
-        f"{machine.cpu_model}, {machine.cores} cores, Linux {machine.kernel}, {machine.python}, "
-        f"state on {machine.file_system}, load average {machine.load_average:g}",
-    ]
-    if machine.file_system in ("tmpfs", "ramfs"):
-        lines.append("The state is not on a disk, so fsync figures mean nothing.")
-    if not apart:
-        lines.append(
-            "Server and client share the only core: ratios are higher than they should be."
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

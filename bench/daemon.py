@@ -94,20 +94,34 @@ def start_daemon(
 
 def config_text(socket: Path, state: Path, backend: str | None) -> str:
     """Returns the configuration: where things are, and a group for each device."""
-    # A basic string of TOML is written as JSON writes one.
-    daemon = {
+    users = [getpass.getuser()]
+    groups = {
+        f"groups.{name}": {"devices": [str(number)], "users": users}
+        for number, name in enumerate(group_names())
+    }
+    return toml_text({"daemon": daemon_table("bench", socket, state, backend), **groups})
+
+
+def daemon_table(host: str, socket: Path, state: Path, backend: str | None) -> dict[str, object]:
+    """Returns what the configuration says of the daemon itself."""
+    table: dict[str, object] = {
         "socket": str(socket),
         "state_dir": str(state),
-        "host": "bench",
+        "host": host,
         "nvml_library": str(SOFTCUDA / "libnvidia-ml.so.1"),
         "cuda_library": str(SOFTCUDA / "libcuda.so.1"),
     }
     if backend is not None:
-        daemon["backend"] = backend
-    lines = ["[daemon]", *(f"{key} = {json.dumps(value)}" for key, value in daemon.items())]
-    for number, name in enumerate(group_names()):
-        lines += [f"[groups.{name}]", f'devices = ["{number}"]']
-        lines += [f"users = [{json.dumps(getpass.getuser())}]"]
+        table["backend"] = backend
+    return table
+
+
+def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns tables of strings and of lists of them as TOML."""
+    lines: list[str] = []
+    for name, table in tables.items():
+        # A basic string of TOML is written as JSON writes one.
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     return "\n".join([*lines, ""])
 
 

@@ -125,13 +125,33 @@ def _number(value: float | None) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
+def heading(machine: Machine, *, apart: bool) -> str:
+    """Returns what to know of the machine; `apart`: servers and clients have a core each."""
+    lines = [
+        f"{machine.cpu_model}, {machine.cores} cores, Linux {machine.kernel}, {machine.python}, "
+        f"state on {machine.file_system}, load average {machine.load_average:g}",
+    ]
+    if machine.file_system in ("tmpfs", "ramfs"):
+        lines.append("The state is not on a disk, so fsync figures mean nothing.")
+    if not apart:
+        lines.append(
+            "Server and client share the only core: ratios are higher than they should be."
+        )
+    return "\n".join(lines)
+
+
 def to_json(sections: Sequence[Section], machine: Machine) -> str:
-    """Returns the same as JSON: what counts at the top, the rest under ``raw``."""
+    """Returns the same as JSON: see `document`."""
+    return json.dumps(document(sections, machine), indent=2) + "\n"
+
+
+def document(sections: Sequence[Section], machine: Machine) -> dict[str, object]:
+    """Returns the same as plain values: what counts at the top, the rest under ``raw``."""
     rows = [row for section in sections for row in section.rows]
     counting = {row.headline: row for row in rows if row.headline is not None}
-    document: dict[str, object] = {
+    return {
         "schema": SCHEMA,
-        **{headline: _rounded(row.value) for headline, row in counting.items()},
+        **{headline: rounded(row.value) for headline, row in counting.items()},
         "goals": {
             headline: {
                 "at_least" if row.goal.at_least else "at_most": row.goal.limit,
@@ -140,10 +160,9 @@ def to_json(sections: Sequence[Section], machine: Machine) -> str:
             for headline, row in counting.items()
             if row.goal is not None
         },
-        "raw": {key: _rounded(value) for row in rows for key, value in _raw_of(row)},
+        "raw": {key: rounded(value) for row in rows for key, value in _raw_of(row)},
         "machine": machine.as_dict(),
     }
-    return json.dumps(document, indent=2) + "\n"
 
 
 def _raw_of(row: Row) -> Iterator[tuple[str, float]]:
@@ -152,5 +171,6 @@ def _raw_of(row: Row) -> Iterator[tuple[str, float]]:
             yield row.key + suffix, value
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """Returns a figure as it stands in JSON: with six digits."""
     return float(f"{value:.6g}")

@@ -13,6 +13,8 @@ from types import TracebackType
 from bench.machine import cpu_s, rss_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Where daemons have their state: on a real file system, because that is where it is in production.
+STATE = ROOT / "build" / "bench-state"
 
 START_LIMIT_S = 30.0
 STOP_LIMIT_S = 10.0

@@ -30,7 +30,7 @@ def measure_switch(place: Place) -> Section:
     ):
         one.request({"t": "register", "pid": first.pid})
         other.request({"t": "register", "pid": second.pid})
-        turns = _Turns(one, other)
+        turns = Turns(one, other, group_names()[0])
         turns.warm_up(WARM_UP)
         syncs_before = len(counter.durations_ns())
         cpu_before_s = daemon.cpu_s()
@@ -77,12 +77,12 @@ def measure_switch(place: Place) -> Section:
     )
 
 
-class _Turns:
+class Turns:
     """Two clients that pass a group to and fro."""
 
-    def __init__(self, one: Client, other: Client) -> None:
+    def __init__(self, one: Client, other: Client, group: str) -> None:
         self._holder, self._waiter = one, other
-        self._group = group_names()[0]
+        self._group = group
         self._lease = self._holder.request(acquire_of(self._group))["lease"]
 
     def take(self, count: int) -> list[int]:
