@@ -159,7 +159,9 @@ class Cluster:
         groups: tuple[GroupName, ...] = (
             first if name in "ab" else random.choice([first, *others]),
         )
-        seats = [Seat(random.choice(self.hosts_of(groups)))]
+        # A driver of ranks on other hosts may be on one that has nothing of the group.
+        anywhere = random.random() < 0.2
+        seats = [Seat(random.choice(self.hosts if anywhere else self.hosts_of(groups)))]
         wants = [groups]
         if random.random() < 0.4:
             wants += self._ways_to_lease(seats[0].host)
@@ -287,7 +289,7 @@ class Cluster:
 
     def unrest(self) -> str:
         """Return what is not at rest, in words."""
-        return "; ".join(one.unrest() for one in self.jobs if not one.over) or "too few switches"
+        return "; ".join(one.unrest() for one in self.jobs if not one.content) or "too few switches"
 
     def send_all_away(self) -> None:
         """Let all clients and all processes leave, in any order."""

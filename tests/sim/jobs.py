@@ -8,7 +8,7 @@ lost it; a seat that fails takes the others of that turn with it. So a job never
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from random import Random
@@ -72,8 +72,9 @@ class Job:
     impatience: float = 0.1
     hooks: bool = False
     turn: int = 0
-    #: Turns in which all that asked were granted.
+    #: Turns in which all that asked were granted, and codes with which others were refused.
     served: int = 0
+    refusals: set[str] = field(default_factory=set)
     _granted: int = 0
     _failed: bool = False
     _busy_until: float = 0.0
@@ -85,9 +86,25 @@ class Job:
         return self.turn >= self.turns and all(seat.part is Part.DONE for seat in self.seats)
 
     @property
+    def content(self) -> bool:
+        """Whether it is over and had what it wanted, unless its own processes stand in the way."""
+        return self.over and (self.served > 0 or self.refusals == {"refused"})
+
+    @property
     def groups(self) -> tuple[GroupName, ...]:
         """What this turn is about."""
         return self.wants[self.turn % len(self.wants)]
+
+    def begin_anew(self) -> None:
+        """Want to be served once more, without giving anything up."""
+        self.served, self.impatience = 0, 0.0
+        self.refusals.clear()
+        self.want_more()
+
+    def want_more(self) -> None:
+        """Want one turn at least beyond the present one."""
+        self.turns = max(self.turns, self.turn + 2)
+        self.begin()
 
     def unrest(self) -> str:
         """Return how far it is, in words."""
@@ -147,7 +164,11 @@ class Job:
             self._end_part(seat)
             return
         seat.lease = seat.host.acquire(
-            client.session, *self.groups, ranks=len(self.seats), arrival=arrival
+            client.session,
+            *self.groups,
+            ranks=len(self.seats),
+            arrival=arrival,
+            timeout_s=self.random.choice((None, 5.0, 60.0)) if self.impatience else None,
         )
         if self.random.random() < self.impatience:
             self.timeline.after(self.random.random() * 10.0, lambda: self._give_up(seat))
@@ -204,6 +225,7 @@ class Job:
             case Refuse(request=request) if request == seat.release or (
                 seat.part is Part.ASKED and seat.lease == f"{seat.session}.{request}"
             ):
+                self.refusals.add(action.code)
                 self._fail(seat)
             case ConfirmRelease(request=request) if request == seat.release:
                 self._end_part(seat)

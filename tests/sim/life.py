@@ -158,6 +158,8 @@ class Life:
         self._storm = False
         self.cluster.note("all", "everything is mended")
         self.cluster.heal()
+        for one in self.cluster.jobs:
+            one.begin_anew()
 
     def _come_to_rest(self) -> None:
         """Require that everybody has enough turns, and an answer to everything."""
@@ -167,10 +169,9 @@ class Life:
             assert timeline.now < end, f"still not at rest: {cluster.unrest()}"
             timeline.run_until(timeline.now + 20.0, done=self._is_enough)
             cluster.mend()
-            if self.switches < MIN_SWITCHES:
-                for one in cluster.jobs:
-                    one.turns = max(one.turns, one.turn + 1)
-                    one.begin()
+            for one in cluster.jobs:
+                if self.switches < MIN_SWITCHES or (one.over and not one.content):
+                    one.want_more()
         timeline.run_until(timeline.now + 120.0)
         cluster.mend()
         timeline.run_until(timeline.now + 120.0)
@@ -180,7 +181,7 @@ class Life:
             assert not host.busy_ranks, f"calls are under way on {host.host}"
 
     def _is_enough(self) -> bool:
-        return self.switches >= MIN_SWITCHES and all(one.over for one in self.cluster.jobs)
+        return self.switches >= MIN_SWITCHES and all(one.content for one in self.cluster.jobs)
 
     # --- all leave ----------------------------------------------------------------------------
 
