@@ -149,6 +149,7 @@ class Homes:
                 limits=self.limits,
                 hook_sessions=dict(self.hooks.get(key.job, {})),
                 away=place is Place.OFF,
+                company=self.company_of,
             ),
         )
         self.all[key] = tenancy
@@ -156,6 +157,18 @@ class Homes:
         for group in key.groups:
             self.by_group[group][key] = tenancy
         return tenancy
+
+    def company_of(self, key: TenancyKey) -> RankId | None:
+        """Return a rank of another job that is on a tenancy's devices here, or comes onto them.
+
+        No scan sees who only comes: by an order, say, of a coordinator that has forgotten it.
+        """
+        devices = {d for rank in self.all[key].participant.ranks.values() for d in rank.devices}
+        for other in dict.fromkeys(there for group in key.groups for there in self.by_group[group]):
+            for rank in self.all[other].participant.ranks.values():
+                if other.job != key.job and rank.is_or_comes_on and devices & rank.devices:
+                    return rank.id
+        return None
 
     def residents(self, group: GroupName) -> list[Tenancy]:
         """Return the tenancies whose state must be assumed to be on the group's devices."""

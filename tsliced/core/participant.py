@@ -16,6 +16,7 @@ off whose memory is still seen there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import assert_never
@@ -89,6 +90,8 @@ class Participant:
     ranks: dict[ProcessId, Rank] = field(default_factory=dict)
     #: Sessions of the job whose processes can quiesce and resume.
     hook_sessions: dict[SessionId, None] = field(default_factory=dict)
+    #: Says who of another job is on the devices, or on its way onto them.
+    company: Callable[[TenancyKey], RankId | None] = lambda _tenancy: None
     #: Groups that are not the tenancy's and that a rank of it has a context in nevertheless.
     beyond: dict[GroupName, RankId] = field(default_factory=dict)
     order: Order | None = None
@@ -305,6 +308,10 @@ class Participant:
             return [self._scan(order, Step.SCAN)]
         if Step.RESERVE not in self._done and parked:
             return [self._reserve_device_memory(order, parked)]
+        if parked and (other := self.company(self.tenancy)) is not None:
+            text = f"pid {other.process.pid} of another job is on the devices, or comes onto them"
+            self._fail(Reason(cause=Cause.OCCUPIED, text=text))
+            return []
         return self._start_disjoint(parked, Verb.RESTORE, now)
 
     def _toward_on(self, order: Order, now: float) -> list[Effect]:

@@ -55,6 +55,12 @@ class Rank:
     watchdog_s: float | None = None
 
     @property
+    def is_or_comes_on(self) -> bool:
+        """Whether its memory must be assumed to be on its devices, or to be there before long."""
+        comes = self.operation is not None and self.operation.verb is Verb.RESTORE
+        return self.state.holds_device or comes
+
+    @property
     def residue_bytes(self) -> int:
         """What its latest snapshot left on all its devices."""
         return sum(left for _, left in self.residue)

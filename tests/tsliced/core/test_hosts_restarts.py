@@ -24,9 +24,25 @@ from hosts_lab import (
 )
 from simulated import job
 
-from tsliced.core.actions import ForeignLeaseRecord, HostRecord, SessionEndedRecord
-from tsliced.core.events import ProcessExited
-from tsliced.core.model import GroupName, HostName, LeaseId, ProcessId, RankState
+from tsliced.core.actions import (
+    ForeignLeaseRecord,
+    HostRecord,
+    SessionEndedRecord,
+    StartOperation,
+)
+from tsliced.core.events import PeerSaid, ProcessExited
+from tsliced.core.model import (
+    Cause,
+    Counter,
+    Goal,
+    GroupName,
+    HostName,
+    LeaseId,
+    ProcessId,
+    RankState,
+    TenancyKey,
+)
+from tsliced.core.signals import Order, Report
 
 RUNNING, PARKED = RankState.RUNNING, RankState.PARKED
 
@@ -280,3 +296,29 @@ def test_a_rank_that_died_while_its_daemon_was_away_is_known_to_be_gone_everywhe
     release(lab, first)
     assert held(lab, second, N1)
     come_up(lab, "b", N2)
+
+
+def test_g1_nobody_is_restored_where_a_coordinator_that_forgot_it_brings_somebody_else() -> None:
+    lab = pair()
+    ranks = []
+    for name in ("a", "b"):
+        lease, (_, rank) = hold(lab, name)
+        release(lab, lease)
+        ranks.append(rank)
+    ask(lab, "c")
+    lab.by_hand()
+    world = lab[N2]
+    for number, name in enumerate(("a", "b")):
+        # Between the two the first host has booted anew, with all ranks parked.
+        key = TenancyKey(job(name), (G,))
+        stamp = lab[N1].machine.tenancies.all[key].coordinator.stamp
+        stamp = stamp._replace(epoch=Counter(1, 1000 + number), step=0)
+        order = Order(host=N2, tenancy=key, stamp=stamp, goal=Goal.RESTORED)
+        world.feed(PeerSaid(host=N1, message=order))
+    while any(not isinstance(action, StartOperation) for action in world.pending):
+        world.finish()
+    assert [action.rank.process for action in world.pending] == ranks[:1]  # type: ignore[union-attr]
+    (report,) = (s.message for s in world.outbox if isinstance(s.message, Report))
+    assert report.failure is not None
+    assert report.failure.cause is Cause.OCCUPIED
+    assert str(ranks[0].pid) in report.failure.text
