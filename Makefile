@@ -42,6 +42,11 @@ sim: $(VENV)/.stamp-test ## SEEDS=2000 lives of simulated clusters in which anyt
 sim-mutations: $(VENV)/.stamp-test ## Break ten rules of the core on purpose; the simulation must miss each of them
 	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/mutations.py
 
+.PHONY: explore
+explore: $(VENV)/.stamp-test ## All ways in which a switch over hosts can go with FAULTS=0, 1 and 2 faults; SCENE=name LIMIT=states
+	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/explore.py $(SCENE:%=--scene %) \
+		$(FAULTS:%=--faults %) $(LIMIT:%=--limit %)
+
 .PHONY: check
 check: $(VENV)/.stamp-test ## Format, lint, types, the layering of the packages, and every branch of the core
 	$(BIN)/ruff format --check .
