@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,9 @@ class BoxRank(Rank):
 
 
 class Box:
-    """A running box."""
+    """A running box. `within` is a command that makes its surroundings, such as its network."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, within: Sequence[str] = ()) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tsliced-box-"))
         unified = Path("/sys/fs/cgroup/unified")
         base = unified if unified.is_dir() else Path("/sys/fs/cgroup")
@@ -115,7 +115,7 @@ class Box:
         spaces = ["unshare", "--pid", "--fork", "--mount", "--cgroup", "--uts", "--ipc"]
         self._log = (self.directory.parent / f"{self.directory.name}.log").open("w+b")
         self._unshare = subprocess.Popen(
-            ["bash", "-c", script, "bash", *spaces, *inner],
+            ["bash", "-c", script, "bash", *within, *spaces, *inner],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
