@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness import LIMIT_S, Host, Rank, Settings, close_all, groups_in, until
+from harness import LIMIT_S, Host, Pending, Rank, Settings, close_all, groups_in, until
 from namespaces import Network, skip_without_namespaces
 
 #: Short, but not so short that a busy machine is taken for a dead one.
@@ -35,6 +35,9 @@ TIMES = {
 #: Of hosts on a network of their own. One that is lost by mistake only makes a test take longer.
 NET_TIMES = {**TIMES, "suspect_s": 0.8, "lost_s": 2.0}
 LIMITS = {"retry_min_s": 0.05, "retry_max_s": 0.2, "freeze_timeout_s": 1.0, "alone_s": 1.5}
+
+#: The driver's call of each step of a move, and what it is called here.
+STEPS = {"lock": "freeze", "checkpoint": "snapshot", "restore": "restore", "unlock": "thaw"}
 
 #: Runs the rest of the command line where the system's boot id is what stands in a file.
 _WITH_BOOT_ID = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
@@ -313,6 +316,32 @@ def linked_hosts(
     hosts.close()
 
 
+def kill_in_each_step(
+    hosts: Hosts, comes: Gang, leaves: Gang, *, killed: NetHost, slow: NetHost
+) -> None:
+    """Lets two jobs take turns, and ends a daemon while one host is in each step of such a move."""
+    for call, verb in STEPS.items():
+        slowed = leaves if call in ("lock", "checkpoint") else comes
+        slow.fault(f"{call} {slowed.ranks[slow.name].pid} * delay:500")
+        asked = comes.ask()
+        until(partial(_is_in, slow, verb), f"{slow.name} is in {verb}")
+        killed.kill_daemon()
+        killed.start_daemon()
+        assert asked.wait()["state"] == "held", f"killed in {verb}"
+        slow.fault()
+        assert comes.look() == comes.digests, f"killed in {verb}"
+        expected = dict.fromkeys(comes.pids, "running") | dict.fromkeys(leaves.pids, "parked")
+        assert hosts.states() == expected, f"killed in {verb}"
+        comes.release()
+        comes, leaves = leaves, comes
+    comes.turn()
+
+
+def _is_in(host: NetHost, verb: str) -> bool:
+    """Whether a rank of a host is well within an operation."""
+    return verb in host.doing(for_s=0.05)
+
+
 def _is_empty(host: Host) -> bool:
     status = host.status()
     busy = [
@@ -329,7 +358,13 @@ class Gang:
     """A job with a rank on each of some hosts, and a driver that has no device."""
 
     def __init__(
-        self, job: str, driver: Host, hosts: Iterable[Host], *, group: str, device: int = 0
+        self,
+        job: str,
+        driver: Host,
+        hosts: Iterable[Host],
+        *,
+        group: str | Sequence[str],
+        device: int = 0,
     ) -> None:
         self.job = job
         self.group = group
@@ -360,9 +395,13 @@ class Gang:
             until(partial(_knows, host, rank), f"{host.name} knows its rank")
         return self
 
-    def acquire(self, *, timeout: float = LIMIT_S) -> dict[str, Any]:
+    def ask(self) -> Pending:
+        """Has the driver begin to wait for a lease."""
+        return self.driver.start("acquire", groups=self.group, timeout=60)
+
+    def acquire(self) -> dict[str, Any]:
         """Has the driver wait for a lease."""
-        lease: dict[str, Any] = self.driver.do("acquire", groups=self.group, timeout=timeout)
+        lease: dict[str, Any] = self.ask().wait()
         return lease
 
     def release(self) -> None:

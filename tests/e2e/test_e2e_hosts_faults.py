@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import RankError, fill_disk, own, until
-from net_hosts import Gang, Hosts, NetHost, at, linked_hosts, wait_for
+from net_hosts import Gang, Hosts, NetHost, at, kill_in_each_step, linked_hosts, wait_for
 
 SETTINGS = {"groups.all": {"devices": ["n1:0", "n2:0", "n3:0"]}}
 
@@ -147,7 +147,7 @@ def test_a_restore_that_breaks_a_rank_on_one_host_blocks_the_group_until_it_is_e
     other = Gang("other", hosts["n3"], hosts.all, group="all").load()
     victim = job.ranks["n2"]
     hosts["n2"].fault(f"restore {victim.pid} * fail:999")
-    asked = job.driver.start("acquire", groups="all", timeout=60)
+    asked = job.ask()
     group = until(
         lambda: (g := hosts["n1"].group("all"))["state"] == "blocked" and g, "it is blocked"
     )
@@ -267,38 +267,14 @@ def test_an_arbiter_that_boots_anew_has_given_nothing_and_its_clients_elsewhere_
     assert parked.turn()["tokens"]["all"] > lease["tokens"]["all"], "tokens rise over a boot (G2)"
 
 
-#: The driver's call that takes long on one host, and what that is called here.
-STEPS = {"lock": "freeze", "checkpoint": "snapshot", "restore": "restore", "unlock": "thaw"}
-
-
 @pytest.mark.parametrize("killed", ["n1", "n2"], ids=["the arbiter's", "a participant's"])
 def test_a_daemon_that_is_killed_in_any_step_of_a_move_takes_nothing_from_anybody_g8(
     hosts: Hosts, killed: str
 ) -> None:
-    slow, host = hosts["n2"], hosts[killed]
     # One's driver is on the host whose daemon is killed, the other's is not.
-    comes = Gang(f"here-{killed}", host, hosts.all, group="all").load()
+    comes = Gang(f"here-{killed}", hosts[killed], hosts.all, group="all").load()
     leaves = Gang(f"there-{killed}", hosts["n3"], hosts.all, group="all").load()
-    for call, verb in STEPS.items():
-        slowed = leaves if call in ("lock", "checkpoint") else comes
-        slow.fault(f"{call} {slowed.ranks['n2'].pid} * delay:500")
-        asked = comes.driver.start("acquire", groups="all", timeout=60)
-        until(partial(is_in, slow, verb), f"n2 is in {verb}")
-        host.kill_daemon()
-        host.start_daemon()
-        assert asked.wait()["state"] == "held", f"killed in {verb}"
-        slow.fault()
-        assert comes.look() == comes.digests, f"killed in {verb}"
-        expected = dict.fromkeys(comes.pids, "running") | dict.fromkeys(leaves.pids, "parked")
-        assert hosts.states() == expected, f"killed in {verb}"
-        comes.release()
-        comes, leaves = leaves, comes
-    comes.turn()
-
-
-def is_in(host: NetHost, verb: str) -> bool:
-    """Whether a rank of a host is well within an operation."""
-    return verb in host.doing(for_s=0.05)
+    kill_in_each_step(hosts, comes, leaves, killed=hosts[killed], slow=hosts["n2"])
 
 
 @pytest.mark.parametrize("stopped", ["n1", "n3"], ids=["the arbiter's", "a participant's"])
