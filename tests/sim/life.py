@@ -135,6 +135,7 @@ class Life:
             cause, fault = CAUSES[wanted.phase]
             if tries and cause is phase and wanted in self._aims:
                 self._causes[wanted] -= 1
+                self.cluster.note(host.host, f"cause: {fault} while {key} is {phase.value}")
                 FAULTS[fault](Target(self.cluster, key, host.host))
                 return
         aim = next((aim for aim in self._aims if aim.phase is phase), None)

@@ -13,7 +13,7 @@ from transcript import Transcript
 #: In parts, so that a failure is seen early.
 PARTS = 10
 SEEDS = int(os.environ.get("TSLICED_SIM_SEEDS", "200"))
-#: A seed in which a daemon is killed while a tenancy is being moved.
+#: Any one will do.
 TELLING = 3
 
 
