@@ -156,9 +156,11 @@ class Job:
         for seat in self.seats:
             delay_s = self.random.random() if ranks > 1 else 0.0
             seat.part = Part.ASKED
-            self.timeline.after(delay_s, partial(self._ask, seat, arrival))
+            self.timeline.after(delay_s, partial(self._ask, seat, arrival, self.turn))
 
-    def _ask(self, seat: Seat, arrival: Arrival) -> None:
+    def _ask(self, seat: Seat, arrival: Arrival, turn: int) -> None:
+        if self.turn != turn or seat.part is not Part.ASKED:
+            return
         client = seat.client
         if client is None or self._failed:
             self._end_part(seat)
@@ -171,10 +173,12 @@ class Job:
             timeout_s=self.random.choice((None, 5.0, 60.0)) if self.impatience else None,
         )
         if self.random.random() < self.impatience:
-            self.timeline.after(self.random.random() * 10.0, lambda: self._give_up(seat))
+            self.timeline.after(
+                self.random.random() * 10.0, partial(self._give_up, seat, seat.lease)
+            )
 
-    def _give_up(self, seat: Seat) -> None:
-        if seat.part is Part.ASKED:
+    def _give_up(self, seat: Seat, lease: LeaseId | None) -> None:
+        if seat.part is Part.ASKED and seat.lease == lease:
             self._fail(seat, ends=False)
             self._cancel(seat)
 
@@ -182,7 +186,8 @@ class Job:
         """Let one seat take back what it waits for; return whether any did."""
         asked = [seat for seat in self.seats if seat.part is Part.ASKED and seat.lease]
         if asked:
-            self._give_up(self.random.choice(asked))
+            seat = self.random.choice(asked)
+            self._give_up(seat, seat.lease)
         return bool(asked)
 
     def _cancel(self, seat: Seat) -> None:

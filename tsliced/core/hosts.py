@@ -177,6 +177,8 @@ class Hosts:
             leasing.end_session(session.id, text, now)
         self.remains.on_host_died(host, now)
         leasing.out += self.tenancies.on_host_gone(host, now=now)
+        for job in [key.job for key, t in self.tenancies.all.items() if t.lead == host]:
+            leasing.tidy(job)
         self.fronting.on_arbiter_died(host, text)
 
     def _sessions_of(self, host: HostName) -> list[Session]:

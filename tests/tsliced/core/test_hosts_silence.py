@@ -463,6 +463,18 @@ def test_callbacks_on_a_host_that_was_away_at_a_turn_back_are_told_to_resume() -
     assert not lab[N2].ended(RunHooks)[-1].quiesce
 
 
+def test_what_an_arbiter_moved_without_ranks_here_is_forgotten_with_it_g9() -> None:
+    lab = pair()
+    lab.by_hand()
+    lab[N1].acquire(lab[N1].session(job("a")), G)
+    there = lab[N2].machine.tenancies.all
+    while A not in there or there[A].participant.answer is None:
+        assert lab.step()
+    lab.reboot(N1)
+    lab.by_itself()
+    assert not there
+
+
 def test_an_arbiter_that_is_gone_takes_with_it_what_it_had_given() -> None:
     lab = pair()
     lease, _ = hold(lab, "a", N2)
