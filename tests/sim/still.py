@@ -23,7 +23,6 @@ from hosts_lab import HostWorld
 
 from tsliced.core import actions, alarms, events, messages, model, signals
 from tsliced.core.actions import Action, StartOperation
-from tsliced.core.coordinator import Coordinator
 from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.participant import Pending
 from tsliced.core.rank import Operation
@@ -35,7 +34,7 @@ OF_VALUES = (actions, events, messages, model, signals)
 #: What nothing depends on, or what something else says too.
 LEFT_OUT = frozenset(
     {
-        "_asked", "_barrier_s", "_full_checks", "_next_op", "_reports", "_short_of", "ceiling",
+        "_asked", "_barrier_s", "_full_checks", "_next_op", "_short_of", "ceiling",
         "config", "limits", "low", "moves", "operations", "ordered_at", "out", "random", "steps",
         "story",
     }
@@ -209,13 +208,6 @@ def _of_client(teller: Teller, client: Client) -> object:
     return client.connected, client.ended, teller.of((client.open, client.held)), answered, lost
 
 
-def _of_coordinator(teller: Teller, coordinator: Coordinator) -> object:
-    # The answers of hosts are of use as long as others are waited for.
-    reports = coordinator._reports.items() if coordinator.missing else ()
-    answers = tuple(sorted((host, VALUES.of(report)) for host, report in reports))
-    return _by_fields(Coordinator)(teller, coordinator), answers
-
-
 _HOW: dict[type, _How] = {
     dict: _of_dict,
     list: _of_list,
@@ -227,7 +219,6 @@ _HOW: dict[type, _How] = {
     Operation: _of_operation,
     Pending: _of_pending,
     Client: _of_client,
-    Coordinator: _of_coordinator,
 }
 _BY_FIELDS: dict[type, _How] = {}
 

@@ -144,9 +144,12 @@ class Tenancies(Abroad):
     def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
         """Take another host's answer to an order of a coordinator of this one."""
         tenancy = self.all.get(report.tenancy)
-        if report.host != host or tenancy is None or not tenancy.coordinator.takes_part(host):
+        if report.host != host or tenancy is None or not tenancy.led_here:
             return []
+        # Also what answers an order of before this host booted anew tells where ranks are.
         self.see_abroad(tenancy, host, report.states)
+        if not tenancy.coordinator.takes_part(host):
+            return []
         effects = self._hear(report, tenancy, now)
         return self.run(effects, now) if effects else effects
 

@@ -39,6 +39,7 @@ from tsliced.core.model import (
     HostName,
     LeaseId,
     ProcessId,
+    RankId,
     RankState,
     TenancyKey,
 )
@@ -322,3 +323,21 @@ def test_g1_nobody_is_restored_where_a_coordinator_that_forgot_it_brings_somebod
     assert report.failure is not None
     assert report.failure.cause is Cause.OCCUPIED
     assert str(ranks[0].pid) in report.failure.text
+
+
+def test_an_answer_to_an_order_of_before_the_arbiter_booted_anew_tells_where_ranks_are() -> None:
+    lab = pair()
+    lease, (_, rank) = hold(lab, "a")
+    release(lab, lease)
+    ask(lab, "b")
+    lab.reboot(N1)
+    lab.run()
+    key, there = TenancyKey(job("a"), (G,)), RankId(N2, rank)
+    tenancies = lab[N1].machine.tenancies
+    assert tenancies.all[key].abroad[there].state is PARKED
+    stamp = tenancies.all[key].coordinator.stamp._replace(epoch=Counter(1, 1000), step=0)
+    states = ((rank, RankState.FROZEN),)
+    report = Report(host=N2, tenancy=key, stamp=stamp, failure=None, states=states)
+    lab[N1].feed(PeerSaid(host=N2, message=report))
+    assert tenancies.all[key].abroad[there].state is RankState.FROZEN
+    assert tenancies.all[key].resident
