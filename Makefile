@@ -124,7 +124,7 @@ $(VENV)/.stamp-daemon: $(METADATA) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.stamp-test: $(METADATA) constraints.txt $(VENV)/.stamp-daemon
-	$(PIP) install --constraint constraints.txt --editable '.[daemon,test]'
+	$(PIP) install --constraint constraints.txt --editable '.[daemon,test,torch]'
 	@touch $@
 
 # The fuzzer that is guided by coverage has no wheel for every Python; there is another one without it.

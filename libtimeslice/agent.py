@@ -1,9 +1,10 @@
 """A small thread in a rank that answers the daemon, and runs callbacks, while the rank computes.
 
 It has its own connection (role `agent`) and no leases. The daemon asks it to quiesce before the
-rank is frozen, to resume after it was thawed, and to empty the caching allocator. It also listens
-on the client's connection while no other thread reads there, so that contention is told within a
-second though the caller computes. It reconnects by itself for as long as the client lives.
+rank is frozen, to resume after it was thawed, to empty the caching allocator, and to move the
+tensors that the job named for it (`parking.py`). It also listens on the client's connection while
+no other thread reads there, so that contention is told within a second though the caller computes.
+It reconnects by itself for as long as the client lives.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
 from libtimeslice.errors import TimeSliceError, Unavailable
 from libtimeslice.link import open_link, pause_s, remaining
+from libtimeslice.parking import Parking
 from libtimeslice.protocol import ErrorCode, Message, error_reply, reply
 from libtimeslice.session import Session
 
@@ -59,13 +61,16 @@ class Overheard(Protocol):
 class Agent:
     """One agent of one client. `start` may be called again whenever a callback was added."""
 
-    def __init__(self, settings: Settings, callbacks: Callbacks, line: Overheard) -> None:
+    def __init__(
+        self, settings: Settings, callbacks: Callbacks, line: Overheard, parking: Parking
+    ) -> None:
         self.job = settings.job
         #: Whether this process made itself known as a rank, to be repeated on each connection.
         self.registered = False
         self._settings = settings
         self._callbacks = callbacks
         self._line = line
+        self._parking = parking
         self._stopped = False
         self._connection: Connection | None = None
         self._failures = 0
@@ -73,6 +78,10 @@ class Agent:
         self._caps: tuple[str, ...] = ()
         #: What it was told to pause for and not yet to resume from.
         self._paused: Message | None = None
+        #: Nobody will tell it to resume: it does so as soon as its tensors are thawed.
+        self._resumes_alone = False
+        #: Set once the daemon knows this process as a rank.
+        self._known = threading.Event()
         #: One for all connections: the daemon waits for a session that it knows and that is away.
         self._session = Session()
         #: An event counter; a file object, so that what comes after its close harms no other file.
@@ -81,6 +90,7 @@ class Agent:
             "quiesce": self._quiesce,
             "resume": self._resume,
             "empty_cache": self._empty_cache,
+            "tensors": self._tensors,
         }
 
     def start(self) -> None:
@@ -95,12 +105,16 @@ class Agent:
                 self._thread = thread
         elif self._caps != self._capabilities() and self._connection is not None:
             self._connection.fail("the agent has new capabilities to announce")
+        else:
+            self._wake()  # there may be a rank to make known
 
     def stop(self, *, wait: bool = True) -> None:
         """Ends the thread; waits for it for a second at most."""
         self._stopped = True
         self._wake()
         connection, thread = self._connection, self._thread
+        if self._parking.is_held:
+            return  # who closes while its tensors are away has to get them back
         if connection is not None:
             connection.fail("the client was closed")
         if wait and thread is not None and thread is not threading.current_thread():
@@ -115,8 +129,12 @@ class Agent:
         if self._connection is not None:
             self._connection.close_after_fork()
 
+    def wait_until_known(self, limit_s: float) -> bool:
+        """Waits until the daemon knows this process as a rank; returns False if it does not."""
+        return self._known.wait(limit_s)
+
     def _has_ended(self) -> bool:
-        return self._stopped or self._line.closed
+        return (self._stopped or self._line.closed) and not self._parking.is_held
 
     def _wake(self) -> None:
         with contextlib.suppress(ValueError):  # the thread is gone
@@ -125,7 +143,7 @@ class Agent:
     def _capabilities(self) -> tuple[str, ...]:
         # Without a callback the daemon need not ask, and a freeze has one round trip less.
         quiesces = self._callbacks.has(Pause, Resume)
-        return ("empty_cache", "quiesce") if quiesces else ("empty_cache",)
+        return ("empty_cache", "quiesce", "tensors") if quiesces else ("empty_cache", "tensors")
 
     # -- the thread
 
@@ -173,14 +191,20 @@ class Agent:
 
     def _go_on_if_forgotten(self) -> None:
         """A daemon that does not know this session will not tell it to resume from a pause."""
-        if self._paused is not None:
+        if self._paused is None:
+            return
+        self._resumes_alone = self._parking.is_held
+        if not self._resumes_alone:
             logger.warning("the daemon does not know any more that it paused this process")
             self._answer("resume", 0, self._paused)
 
     def _serve(self, connection: Connection) -> None:
-        if self.registered:
-            connection.request({"t": "register", "pid": None}, self._settings.reply_limit_s)
+        registered = False
         while not self._has_ended():
+            if self.registered and not registered:
+                connection.request({"t": "register", "pid": None}, self._settings.reply_limit_s)
+                registered = True
+                self._known.set()
             while connection.notices:
                 self._handle(connection, connection.notices.popleft())
             if (news := self._session.watchdog_news()) is not None:
@@ -226,6 +250,11 @@ class Agent:
             )
         try:
             return reply(request_id, **handler(message))
+        except TimeSliceError as error:  # with a code that says what kind of trouble it is
+            logger.warning("%s was not done: %s", kind, error)
+            return error_reply(
+                request_id, error.code, error.message, state=self._parking.place.value
+            )
         except Exception as error:  # the edge: whatever a callback raises is the answer
             logger.exception("%s failed", kind)
             return error_reply(
@@ -235,13 +264,16 @@ class Agent:
     def _quiesce(self, message: Message) -> Message:
         limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
         groups = tuple(message.get("groups") or ())
-        self._paused = message
+        self._paused, self._resumes_alone = message, False
         pause = Pause(groups=groups, timeout_s=limit_s, move=message.get("move"))
         self._callbacks.run(pause, limit_s=limit_s)
+        if self._callbacks.has(Pause):
+            self._parking.pause()
         return {}
 
     def _resume(self, message: Message) -> Message:
-        self._paused = None
+        self._parking.resume()
+        self._paused, self._resumes_alone = None, False
         limit_s = float(message.get("timeout_s") or _CALLBACK_LIMIT_S)
         groups = tuple(message.get("groups") or ())
         self._callbacks.run(Resume(groups=groups), limit_s=limit_s)
@@ -249,3 +281,9 @@ class Agent:
 
     def _empty_cache(self, _message: Message) -> Message:
         return {"bytes": accelerator.empty_cache()}
+
+    def _tensors(self, message: Message) -> Message:
+        answer = self._parking.obey(str(message.get("do")))
+        if self._resumes_alone and not self._parking.is_held and self._paused is not None:
+            self._answer("resume", 0, self._paused)
+        return answer

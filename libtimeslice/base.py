@@ -30,8 +30,10 @@ from libtimeslice.errors import (
     error_from,
 )
 from libtimeslice.fields import MAX_FIELD_TEXT, MAX_FIELDS, MAX_TIMEOUT_S
+from libtimeslice.parking import Parking
 from libtimeslice.protocol import Message
 from libtimeslice.session import Arrive, Ask, Grant, Session
+from libtimeslice.torch import ManagedTensors
 
 logger = logging.getLogger("libtimeslice")
 
@@ -65,6 +67,7 @@ class BaseClient:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.callbacks = Callbacks()
+        self._parking = Parking()
         self._agent: Agent | None = None
         self._closed = False
         self._warned = False
@@ -99,6 +102,7 @@ class BaseClient:
             self._agent.abandon_after_fork()
             self._agent = None
         self.callbacks.start_afresh_in_child()
+        self._parking = Parking()
 
     # -- callbacks
 
@@ -133,8 +137,8 @@ class BaseClient:
         """Registers a function of a `Resume`, run when this rank's device work runs again."""
         return self._register(Resume, function)
 
-    def _register(self, kind: type[Notice], function: Callback) -> Callback:
-        self.callbacks.add(kind, function)
+    def _register(self, kind: type[Notice], function: Callback, *, last: bool = False) -> Callback:
+        self.callbacks.add(kind, function, last=last)
         if self.shared:
             self._start_agent()
         return function
@@ -143,10 +147,26 @@ class BaseClient:
         if self._closed:
             return
         if self._agent is None:
-            self._agent = Agent(self.settings, self.callbacks, self._line)
+            self._agent = Agent(self.settings, self.callbacks, self._line, self._parking)
         self._agent.job = self.job
         self._agent.registered = self._agent.registered or registered
         self._agent.start()
+
+    # -- tensors
+
+    @property
+    def torch(self) -> ManagedTensors:
+        """The tensors that this process lets the daemon move without the driver's help."""
+        return ManagedTensors(self._parking, self.callbacks, self._announce_tensors)
+
+    def _announce_tensors(self) -> None:
+        """Waits until the daemon knows this process: the first eviction may be about to come."""
+        if not self.shared:
+            return
+        self._start_agent(registered=True)
+        limit_s = self.settings.connect_timeout_s
+        if self._agent is not None and not self._agent.wait_until_known(limit_s):
+            logger.warning("the daemon does not know of managed tensors after %g s", limit_s)
 
     # -- signs of life
 

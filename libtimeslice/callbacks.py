@@ -80,6 +80,8 @@ class Callbacks:
 
     def __init__(self) -> None:
         self._functions: dict[type[Notice], list[Callable[[Any], object]]] = {}
+        #: Those that run behind all others of their kind.
+        self._last_functions: dict[type[Notice], list[Callable[[Any], object]]] = {}
         self._posted: deque[News] = deque(maxlen=_MAX_POSTED)
         self._last: News | None = None
         #: Wakes the thread that runs what is posted.
@@ -91,23 +93,30 @@ class Callbacks:
         self._posted.clear()
         self.wake = self.loop = None
 
-    def add(self, kind: type[Notice], function: Callback) -> Callback:
-        """Registers a function for one kind of notice and returns it."""
-        self._functions.setdefault(kind, []).append(function)
+    def add(self, kind: type[Notice], function: Callback, *, last: bool = False) -> Callback:
+        """Registers a function for one kind of notice and returns it.
+
+        last: it runs behind all that are not, whenever those were registered.
+        """
+        functions = self._last_functions if last else self._functions
+        functions.setdefault(kind, []).append(function)
         return function
+
+    def _of(self, kind: type[Notice]) -> list[Callable[[Any], object]]:
+        return [*self._functions.get(kind, ()), *self._last_functions.get(kind, ())]
 
     def has(self, *kinds: type[Notice]) -> bool:
         """Whether there is a function for any of these kinds."""
-        return any(self._functions.get(kind) for kind in kinds)
+        return any(self._of(kind) for kind in kinds)
 
     @property
     def any(self) -> bool:
         """Whether there is any function at all."""
-        return bool(self._functions)
+        return bool(self._functions or self._last_functions)
 
     def post(self, notice: News) -> None:
         """Has the functions for a notice run soon. Takes no time, in whichever thread."""
-        if not self._functions.get(type(notice)) or notice == self._last:
+        if not self._of(type(notice)) or notice == self._last:
             return  # a grant that begins contended is told twice: in it, and after it
         self._last = notice
         self._posted.append(notice)
@@ -118,7 +127,7 @@ class Callbacks:
         """Runs the functions for what was posted; their failures go to the log."""
         while self._posted:
             notice = self._posted.popleft()
-            for function in self._functions.get(type(notice), ()):
+            for function in self._of(type(notice)):
                 self._call_and_log(function, notice)
 
     def run(self, notice: Pause | Resume, *, limit_s: float = _LIMIT_S) -> None:
@@ -126,7 +135,7 @@ class Callbacks:
 
         A function that runs on the event loop has `limit_s` seconds; then TimeoutError is raised.
         """
-        for function in self._functions.get(type(notice), ()):
+        for function in self._of(type(notice)):
             self._call(function, notice, limit_s)
 
     def _call_and_log(self, function: Callable[[Any], object], notice: Notice) -> None:

@@ -32,6 +32,7 @@ from libtimeslice.base import (
     queue_message,
     tell_contended,
 )
+from libtimeslice.callbacks import Resume
 from libtimeslice.connection import Connection
 from libtimeslice.environment import Mode, Settings, check_name, settings_from
 from libtimeslice.lease import Lease, LeaseContext, OffAccelerators, PlainLeases
@@ -226,7 +227,8 @@ class TimeSlice(BaseClient):
         """
         step = PausableStep(agree=agree, finish=finish)
         self.on_pause(step.pause)
-        self.on_resume(step.resume)
+        # What a job's own functions bring back must be there before the first step uses it.
+        self._register(Resume, step.resume, last=True)
         return step
 
     # -- what a job tells

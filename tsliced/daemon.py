@@ -277,6 +277,7 @@ class Daemon:
         authority = make_authority(config, groups)
         server = self._make_server(driver, authority, inventory, base)
         driver.clients = server
+        base.backend.meet(server)
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
         driver.post(Started())

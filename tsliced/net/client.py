@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from libtimeslice.protocol import Message, Reply, error_reply
@@ -28,6 +28,8 @@ class Client:
     hooks: bool = False
     #: Its process can empty its caching allocator when asked.
     empties_cache: bool = False
+    #: Its process can move tensors when asked; None: it has not come back since the restart.
+    moves_tensors: bool | None = None
     tool: bool = False
     #: It promised signs of life.
     heartbeats: bool = False
@@ -43,6 +45,11 @@ class Client:
     gone: bool = False
     #: Who waits for it to come back.
     _awaited: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def note_capabilities(self, caps: Collection[str]) -> None:
+        """Know what it says that it can do; the journal does not have it."""
+        self.empties_cache = "empty_cache" in caps
+        self.moves_tensors = "tensors" in caps
 
     def connect(self, connection: Connection) -> None:
         """Take another connection for the one that there was."""
@@ -60,7 +67,7 @@ class Client:
                 future.set_result(None)
         self._awaited.clear()
 
-    async def is_present(self, limit_s: float) -> bool:
+    async def is_present(self, limit_s: float | None) -> bool:
         """Wait until it is connected; return whether it is, or False once it is gone for good."""
         if self.connection is None and not self.gone:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,6 +153,48 @@ async def _reach(client: Client, message: Message, limit_s: float, again: bool) 
         wrong = await _ask(client, message, deadline - loop.time())
         if wrong != _NOT_CONNECTED or not again:
             return wrong
+
+
+async def ask_first(
+    clients: Iterable[Client], message: Message, limit_s: float | None
+) -> Reply | None:
+    """Ask one client after the other that moves tensors, until one has what is asked for.
+
+    A process may have several, and one of them has its tensors. Return the latest answer; None if
+    there was none.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = None if limit_s is None else loop.time() + limit_s
+    answer = None
+    for client in clients:
+        left_s = None if deadline is None else deadline - loop.time()
+        if left_s is not None and left_s <= 0:
+            break  # what is asked and not waited for would be done all the same
+        answer = await _insist(client, message, left_s) or answer
+        if answer is not None and (answer.error or {}).get("code") != "not_found":
+            break
+    return answer
+
+
+async def _insist(client: Client, message: Message, limit_s: float | None) -> Reply | None:
+    """Ask one client, and again whenever its connection ended before it answered.
+
+    Return None if it moves no tensors, is gone for good, or did not answer within the limit.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = None if limit_s is None else loop.time() + limit_s
+
+    def left_s() -> float | None:
+        return None if deadline is None else max(0.0, deadline - loop.time())
+
+    while await client.is_present(left_s()) and client.moves_tensors:
+        future = client.ask(message)
+        await asyncio.wait({future}, timeout=left_s())
+        if not future.done():
+            return None
+        if not future.cancelled():
+            return future.result()
+    return None
 
 
 async def _ask(client: Client, message: Message, limit_s: float) -> str | None:

@@ -87,7 +87,7 @@ class Enrolment:
                 return None
         except BackendError as exc:
             return Refusal("unavailable", f"process {process.pid} cannot be looked at: {exc}")
-        text = f"process {process.pid} has no CUDA context: nothing of it could be moved"
+        text = f"process {process.pid} {self._driver.around.backend.nothing_to_move}"
         return Refusal("not_cuda", text)
 
     async def _put(

@@ -71,10 +71,11 @@ from tsliced.core.model import (
 from tsliced.core.sessions import Session
 from tsliced.core.value import maker
 from tsliced.driver import Driver
+from tsliced.host.backends.base import AgentAwayError
 from tsliced.host.membership import Membership
 from tsliced.net.adoption import adopt
 from tsliced.net.authority import Authority
-from tsliced.net.client import Client, ask_all, reach_all
+from tsliced.net.client import Client, ask_all, ask_first, reach_all
 from tsliced.net.connection import Connection, Peer
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.inquiries import Inquiries
@@ -250,7 +251,7 @@ class Server:
             client.connect(connection)
             connection.session = client.session
             # The journal does not have it.
-            client.empties_cache = "empty_cache" in hello.caps
+            client.note_capabilities(hello.caps)
             self._driver.post(SessionResumed(session=client.session))
             self._driver.post(WatchdogTold(session=client.session, limit_s=hello.watchdog_s))
             session = self._driver.machine.leasing.sessions[client.session]
@@ -283,7 +284,7 @@ class Server:
         hooks, tool = "quiesce" in hello.caps, hello.role == "tool"
         share = self._shares.add_session(peer.uid)
         client = Client(session, peer, share, job, connection, hooks=hooks, tool=tool)
-        client.empties_cache = "empty_cache" in hello.caps
+        client.note_capabilities(hello.caps)
         client.heartbeats = hello.heartbeat_s is not None
         self._clients[session] = client
         connection.session = session
@@ -523,3 +524,21 @@ class Server:
             if client.empties_cache and client.peer.process == process
         ]
         await ask_all(able, {"t": "empty_cache"}, EMPTY_CACHE_LIMIT_S)
+
+    # --- questions of the backend (Agents) ----------------------------------------------------
+
+    async def ask(self, process: ProcessId, message: Message, limit_s: float | None) -> Message:
+        """Ask a rank's agent about its tensors; see `Agents`."""
+        clients = [
+            client
+            for client in self._clients.values()
+            if client.peer.process == process and client.moves_tensors is not False
+        ]
+        # Who is away may have been followed by another one, and of those who have not come back
+        # since a restart it is not known who is the agent.
+        clients.sort(key=lambda client: (client.connection is None, not client.moves_tensors))
+        answer = await ask_first(clients, message, limit_s)
+        if answer is not None:
+            return answer.fields
+        what = "its agent is away or did not answer" if clients else "it has no agent"
+        raise AgentAwayError(f"{what} (process {process.pid})", never_came=not clients)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+from libtimeslice.protocol import Message
 from tsliced.core.model import Cause, ProcessId, RankId, RankState, Reason, Verb
 
 ENTRY_POINTS: Final = "tsliced.backends"
@@ -45,11 +46,34 @@ class Outcome:
     seconds: float = 0.0
 
 
+class AgentAwayError(Exception):
+    """A process cannot be asked; the text says why."""
+
+    def __init__(self, text: str, *, never_came: bool) -> None:
+        super().__init__(text)
+        #: It has no agent that could be waited for.
+        self.never_came = never_came
+
+
+class Agents(Protocol):
+    """The agents of libtimeslice in the ranks of this host."""
+
+    async def ask(self, process: ProcessId, message: Message, limit_s: float | None) -> Message:
+        """Return a process's answer to a request, which may be an error.
+
+        The request is repeated when a connection was lost before the answer, so it must be one that
+        may be repeated. `limit_s` None: until the process is gone. Raises `AgentAwayError`.
+        """
+        ...
+
+
 class Backend(ABC):
     """One way to move device state. All methods belong to the event loop and never block it."""
 
     #: Whether NVML lists the processes whose state this backend moves, and their memory.
     seen_by_nvml = True
+    #: What is said of a process for which `probe` returns False.
+    nothing_to_move = "has no CUDA context: nothing of it could be moved"
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
@@ -59,6 +83,9 @@ class Backend(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what it holds. Operations in flight go on where they can."""
+
+    def meet(self, agents: Agents) -> None:  # noqa: B027 - most need none
+        """Hear who passes questions on to the ranks' own agents. Called once, after `start`."""
 
     def prepare(self, process: ProcessId) -> None:  # noqa: B027 - most have nothing to do
         """Hear that this process may have to be moved some time."""
