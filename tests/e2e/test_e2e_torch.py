@@ -218,7 +218,6 @@ def test_what_an_agent_says_wrong_is_no_state_and_no_trouble_to_the_daemon_g9(
         waiter.start("acquire", groups=["g1"])
         answer(agent, "freeze", state=["frozen"], bytes="many", seconds=float("nan"))
         answer(agent, "query", err={"code": 7, "message": None, "state": {}})
-        answer(agent, "query", err="no")
         answer(agent, "query", state="running", bytes=-1, seconds=1e300)
         answer(agent, "freeze", state="frozen")
         assert host.operations("snapshot") == [], "nothing that it said before was believed"
