@@ -67,7 +67,7 @@ class Tenancies(Abroad):
     signals: deque[Outcome] = field(default_factory=deque)
     #: Whose coordinator's deadline may have changed.
     touched: dict[TenancyKey, None] = field(default_factory=dict)
-    #: Jobs that another host's coordinator has moved all the way.
+    #: Jobs that another host's coordinator has moved all the way, or asked after.
     arrived: dict[JobKey, None] = field(default_factory=dict)
 
     def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:
@@ -337,7 +337,7 @@ class Tenancies(Abroad):
         tenancy.coordinator.place = Place.OFF if tenancy.participant.away else Place.ON
         order = tenancy.participant.order
         assert order is not None, "only orders are answered"
-        if order.goal in (Goal.ON, Goal.OFF) or report.stamp == NO_STAMP:
+        if order.goal in (Goal.ON, Goal.OFF, Goal.QUERY) or report.stamp == NO_STAMP:
             self.arrived[tenancy.key.job] = None
         if report.stamp == NO_STAMP:
             # Nobody has asked for it.

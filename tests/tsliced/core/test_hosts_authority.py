@@ -80,10 +80,14 @@ def test_only_the_arbiter_of_a_group_has_anything_moved_there_g10(goal: Goal) ->
     assert lab[N2].machine.tenancies.all[A].coordinator.stamp != LATE
 
 
-def test_an_order_for_a_job_with_no_process_here_moves_nothing_g10() -> None:
+@pytest.mark.parametrize("goal", [Goal.OFF, Goal.ON, Goal.QUERY])
+def test_an_order_for_a_job_with_no_process_here_moves_nothing_and_is_forgotten_g10(
+    goal: Goal,
+) -> None:
+    """A host that booted anew, for example, is only asked what it has of a job."""
     lab = pair()
     _, ranks = hold(lab, "a")
-    order = Order(host=N2, tenancy=TenancyKey(job("b"), (G,)), stamp=LATE, goal=Goal.OFF)
+    order = Order(host=N2, tenancy=TenancyKey(job("b"), (G,)), stamp=LATE, goal=goal)
     say(lab, order, source=N1, target=N2)
     assert states(lab, ranks) == [RUNNING, RUNNING]
     assert list(lab[N2].machine.tenancies.all) == [A]
