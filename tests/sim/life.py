@@ -40,6 +40,8 @@ CAUSES = {
 #: Whether groups are on several hosts, and have their arbiters on different ones. Without that,
 #: several hosts are several daemons that hear of each other.
 SPANNING, APART = True, False
+#: Phases that come to pass less often than they are aimed at, or are soon over.
+WEIGHTS = {Place.WITHDRAWING: 4, Place.RESTORING: 3, Place.THAWING: 3, Place.ASKING: 2}
 PHASES = tuple(place for place in Place if place is not Place.BLOCKED)
 
 
@@ -103,8 +105,7 @@ class Life:
     def _draw_aims(self) -> None:
         spans = any(len(hosts) > 1 for hosts in self.cluster.layout.groups.values())
         possible = [aim for aim in all_pairs() if spans or aim.fault not in OF_LINKS]
-        # What something has to go wrong for comes to pass less often than it is wished for.
-        weights = [4 if aim.phase is Place.WITHDRAWING else 1 for aim in possible]
+        weights = [WEIGHTS.get(aim.phase, 1) for aim in possible]
         self._aims = self.random.choices(possible, weights, k=self.random.randint(2, 6))
         self._causes = {aim: MAX_CAUSES for aim in self._aims if aim.phase in CAUSES}
 
