@@ -102,6 +102,7 @@ class Walk:
                 self._state(f"{name}{part}", inner)
 
     def _tensor(self, name: str, tensor: Any) -> None:
+        import torch
         from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
         # That of a tensor which is no leaf is none, and a warning.
@@ -109,7 +110,9 @@ class Walk:
             self._value(f"{name}.grad", tensor.grad)
         if is_traceable_wrapper_subclass(tensor):  # DTensor, as FSDP2 has it
             for part in tensor.__tensor_flatten__()[0]:
-                self._tensor(f"{name}.{part}", getattr(tensor, part))
+                inner = getattr(tensor, part)
+                if isinstance(inner, torch.Tensor):  # a DTensor's mesh is among them
+                    self._tensor(f"{name}.{part}", inner)
         elif tensor.device.type == self.kind:
             self._plain_tensor(name, tensor)
 

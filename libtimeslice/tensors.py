@@ -144,10 +144,7 @@ class Tensors:
         self._host.grow_to(_end_of(away.saved))
         self._copy(away.saved, out=True)
         self._away = away
-        for storage in away:
-            storage.memory.resize_(0)
-        if self.kind == "cuda":
-            accelerator.empty_cache()
+        self._free(away)
         return self._moved(begun)
 
     def unpark(self) -> Moved:
@@ -162,8 +159,7 @@ class Tensors:
             for storage in away:
                 storage.memory.resize_(storage.bytes)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU has no other
-            for storage in away:
-                storage.memory.resize_(0)
+            self._free(away)
             raise Refused(
                 f"the memory could not be had again: {error}", code="no_device_memory"
             ) from error
@@ -171,6 +167,12 @@ class Tensors:
         moved = self._moved(begun)
         self._away = None
         return moved
+
+    def _free(self, away: _Away) -> None:
+        for storage in away:
+            storage.memory.resize_(0)
+        if self.kind == "cuda":
+            accelerator.empty_cache()
 
     def _select(self) -> _Away:
         away, regions = _Away(), []
