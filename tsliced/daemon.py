@@ -35,12 +35,13 @@ from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
 from tsliced.core.recovery import recover
 from tsliced.driver import Driver, Surroundings
-from tsliced.host.backends.base import Backend, BackendContext, load_backend
+from tsliced.host.backends.base import Backend, BackendContext, cannot_measure, load_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
 from tsliced.host.devices import Device, Devices, DevicesUnavailable
 from tsliced.host.inventory import recall, remember
 from tsliced.host.journal import Journal, JournalLimits
+from tsliced.host.measuring import Measuring
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
 from tsliced.host.ray import RayMargin
@@ -183,7 +184,12 @@ class Daemon:
             remember(Path(daemon.state_dir), devices.inventory())
         workers = Path(daemon.state_dir) / "workers"
         workers.mkdir(mode=0o700, exist_ok=True)
-        context = BackendContext(directory=workers, cuda_library=daemon.cuda_library)
+        context = BackendContext(
+            directory=workers,
+            cuda_library=daemon.cuda_library,
+            settings=self.config.backends,
+            measure=Measuring(devices).bytes_of if devices is not None else cannot_measure,
+        )
         backend = load_backend(daemon.backend, context)
         await backend.start()
         stack.push_async_callback(backend.close)

@@ -401,7 +401,9 @@ class Driver:
             # Bytes that are not held are bytes that are not copied.
             await self.clients.empty_cache(action.rank.process)
         try:
-            outcome = await backend.run(action.verb, action.rank, action.timeout_s)
+            outcome = await backend.run(
+                action.verb, action.rank, action.timeout_s, action.tenancy.job
+            )
         except Exception as exc:
             reason = Reason(
                 cause=Cause.DRIVER, text=f"the backend failed: {exc!r}", rank=action.rank

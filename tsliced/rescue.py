@@ -40,6 +40,7 @@ from tsliced.host.journal import (
     check_unused,
     read_records,
 )
+from tsliced.host.measuring import Measuring
 from tsliced.host.memory import DeviceLedger
 from tsliced.host.rescue import Case, Patient, Rescue, case_of, cases_in
 
@@ -75,14 +76,14 @@ async def _rescue(options: argparse.Namespace, config: Config) -> list[Case]:
         journal, records = _open(directory, options)
         if journal is not None:
             stack.callback(journal.close)
-        backend = load_backend(config.daemon.backend, _context(directory, config))
-        await backend.start()
-        stack.push_async_callback(backend.close)
-        devices = None
-        if backend.seen_by_nvml and not options.force:
-            devices = Devices(config.daemon.nvml_library, timeout_s=config.scan.nvml_timeout_s)
+        nvml = Devices(config.daemon.nvml_library, timeout_s=config.scan.nvml_timeout_s)
+        backend = load_backend(config.daemon.backend, _context(directory, config, nvml))
+        devices = nvml if backend.seen_by_nvml and not options.force else None
+        if devices is not None:
             await devices.start()
             stack.push_async_callback(devices.close)
+        await backend.start()
+        stack.push_async_callback(backend.close)
         rescuer = Rescue(
             records=records,
             backend=backend,
@@ -102,10 +103,15 @@ async def _rescue(options: argparse.Namespace, config: Config) -> list[Case]:
     return cases
 
 
-def _context(directory: Path, config: Config) -> BackendContext:
+def _context(directory: Path, config: Config, devices: Devices) -> BackendContext:
     workers = directory / "workers"
     workers.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return BackendContext(directory=workers, cuda_library=config.daemon.cuda_library)
+    return BackendContext(
+        directory=workers,
+        cuda_library=config.daemon.cuda_library,
+        settings=config.backends,
+        measure=Measuring(devices).bytes_of,
+    )
 
 
 def _open(

@@ -536,6 +536,14 @@ EXAMPLES = {
     "hosts",
     "listen",
     "munge_socket",
+    "engines",
+    "credentials_file",
+    "freeze",
+    "snapshot",
+    "restore",
+    "thaw",
+    "state",
+    "command_timeout_s",
 }
 
 

@@ -18,6 +18,13 @@ def read(path: Path, text: str) -> Config:
     return replace(load(path), files=())
 
 
+def test_what_backends_are_told_needs_a_restart(tmp_path: Path) -> None:
+    old = read(tmp_path / "t", "")
+    new = read(tmp_path / "t", '[backends.cli]\ncalls = "actions"\n')
+    assert changed_keys(old, new) == ("backends",)
+    assert without_restart(old, new) == (old, ("backends",))
+
+
 def test_what_needs_a_restart_stays_and_is_named_and_the_rest_is_new(tmp_path: Path) -> None:
     path = tmp_path / "t"
     old = read(path, '[daemon]\nhost = "n1"\n')

@@ -6,6 +6,7 @@ known, `describe` shows the effective values with where each was set.
 
 from __future__ import annotations
 
+from tsliced.config.backends import BackendSettings
 from tsliced.config.groups import hosts_of, visible_of
 from tsliced.config.loading import DEFAULT_PATH, ConfigSource, describe, load
 from tsliced.config.peers import (
@@ -36,6 +37,7 @@ __all__ = [
     "DEFAULT_PATH",
     "LOCAL",
     "AuthoritySettings",
+    "BackendSettings",
     "Config",
     "ConfigError",
     "ConfigSource",

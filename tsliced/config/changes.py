@@ -50,12 +50,14 @@ def without_restart(old: Config, new: Config) -> tuple[Config, tuple[str, ...]]:
         name: keep(name, getattr(old, name), getattr(new, name))
         for name in ("daemon", "authority", "scan", "history", "peers")
     }
-    return replace(new, limits=limits, **sections), tuple(waiting)
+    if new.backends != old.backends:
+        waiting.append("backends")
+    return replace(new, limits=limits, backends=old.backends, **sections), tuple(waiting)
 
 
 def changed_keys(old: Config, new: Config) -> tuple[str, ...]:
     """Return the keys whose values differ; of groups, the groups."""
-    found: list[str] = []
+    found = ["backends"] if old.backends != new.backends else []
     parts = (("limits", "limits.core"), ("limits", "limits.server"))
     pairs = [(name, getattr(old, name), getattr(new, name)) for name in _SECTIONS]
     pairs += [(name, _at(old, path), _at(new, path)) for name, path in parts]

@@ -10,6 +10,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from tsliced.config.backends import (
+    OWN_TABLES,
+    BackendSettings,
+    check_backends,
+    registered_backends,
+)
 from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
 from tsliced.config.peers import check_hosts, check_peers
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
@@ -102,7 +108,7 @@ def _files(path: Path, *, optional: bool) -> Iterator[Path]:
 
 
 def _read(reader: Reader) -> Config:
-    reader.expect((), [*_SECTIONS, "groups", "limits"])
+    reader.expect((), [*_SECTIONS, "groups", "limits", "backends"])
     sections: dict[str, Any] = {}
     for name, kind in _SECTIONS.items():
         sections[name] = reader.section((name,), kind)
@@ -112,10 +118,32 @@ def _read(reader: Reader) -> Config:
         sections["daemon"] = replace(daemon, host=socket.gethostname())
     groups = tuple(_read_group(reader, name) for name in reader.table(("groups",)))
     limits = _read_limits(reader, sections["memory"])
+    backends = _read_backends(reader, sections["daemon"].backend)
     origins = {".".join(key): origin for key, origin in reader.origins.items()}
     problems = [*reader.unknown, *_account_problems(reader, groups)]
     warnings = tuple(map(str, problems))
-    return Config(**sections, groups=groups, limits=limits, warnings=warnings, origins=origins)
+    return Config(
+        **sections,
+        groups=groups,
+        limits=limits,
+        backends=backends,
+        warnings=warnings,
+        origins=origins,
+    )
+
+
+def _read_backends(reader: Reader, chosen: str) -> BackendSettings:
+    path = ("backends",)
+    others = [name for name in registered_backends() if name not in OWN_TABLES]
+    known = [*OWN_TABLES, *others]
+    reader.expect(path, known if chosen in known else [*known, chosen])
+    own = {}
+    for name, kind in OWN_TABLES.items():
+        reader.expect((*path, name), _names(kind))
+        own[name] = reader.section((*path, name), kind)
+    tables = {name: reader.table((*path, name)) for name in reader.table(path)}
+    foreign = {name: table for name, table in tables.items() if name not in OWN_TABLES}
+    return BackendSettings(**own, others=foreign)
 
 
 def _account_problems(reader: Reader, groups: Iterable[GroupSettings]) -> Iterator[Problem]:
@@ -192,6 +220,8 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
         if is_set and getattr(server, part) > getattr(server, whole):
             text = f"{getattr(server, part)} is more than {whole}, {getattr(server, whole)}"
             yield _problem(config, f"limits.{part}", text)
+    for mistake in check_backends(config.backends, config.daemon.backend):
+        yield _problem(config, f"backends.{mistake.key}", mistake.text)
     yield from check_peers(config)
     yield from check_hosts(config)
     yield from check_overlaps(config)
@@ -211,6 +241,16 @@ def describe(config: Config) -> str:
     lines += ["", "[limits]"]
     for part in (config.limits, config.limits.core, config.limits.server):
         lines += _describe_fields(config, ("limits",), part)
+    for name in OWN_TABLES:
+        path = ("backends", name)
+        lines += ["", f"[backends.{name}]"]
+        lines += _describe_fields(config, path, getattr(config.backends, name))
+    for name, table in config.backends.others.items():
+        lines += ["", f"[backends.{json.dumps(name)}]"]
+        lines += [
+            f"{key} = {_toml(value)}  # {config.origin('backends', name, key)}"
+            for key, value in table.items()
+        ]
     for group in config.groups:
         # A name may hold dots, which would make tables of it.
         lines += ["", f"[groups.{json.dumps(group.name)}]"]
@@ -233,5 +273,8 @@ def _describe_fields(config: Config, path: tuple[str, ...], settings: Any) -> It
 
 
 def _toml(value: object) -> str:
-    """Return a value of a settings class as TOML, which is JSON for all types used here."""
+    """Return a value as TOML, which is JSON for all types used here but tables."""
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

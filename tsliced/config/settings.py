@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from tsliced.config.backends import BackendSettings
 from tsliced.config.reader import Origin, Rule, ruled
 from tsliced.core.model import CoreLimits
 
@@ -247,6 +248,7 @@ class Config:
     authority: AuthoritySettings = field(default_factory=AuthoritySettings)
     history: HistorySettings = field(default_factory=HistorySettings)
     peers: PeerSettings = field(default_factory=PeerSettings)
+    backends: BackendSettings = field(default_factory=BackendSettings)
     #: Sentences to be logged; each begins with its file and line.
     warnings: tuple[str, ...] = field(default=(), compare=False)
     #: The files that were read, in order.

@@ -138,6 +138,9 @@ class Rescue:
 
     async def examine(self, case: Case) -> None:
         """Ask the driver where each rank of a job is."""
+        if case.job is not None:
+            for patient in case.patients:
+                self.backend.belongs(patient.rank.process, case.job)
         await asyncio.gather(*map(self._ask, case.patients))
 
     async def treat(self, case: Case) -> None:

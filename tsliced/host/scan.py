@@ -121,18 +121,19 @@ class Scanner:
                     state=RankState.PARKED,
                 )
                 for process in processes
-                if process not in known and await self._is_parked(RankId(host, process))
+                if process not in known
+                and await self._is_parked(RankId(host, process), tenancy.job)
             ]
         )
 
-    async def _is_parked(self, rank: RankId) -> bool:
+    async def _is_parked(self, rank: RankId, job: JobKey) -> bool:
         try:
             if not await self._backend.probe(rank.process):
                 return False
         except BackendError as exc:
             text = f"whether it is parked cannot be told: {exc}"
             raise ScanFailed(Reason(cause=Cause.DRIVER, text=text, rank=rank)) from exc
-        outcome = await self._backend.run(Verb.QUERY, rank, None)
+        outcome = await self._backend.run(Verb.QUERY, rank, None, job)
         return outcome.observed is RankState.PARKED
 
     def _left(self, scan: ScanGroups, found: Iterable[FoundRank]) -> tuple[int, bool]:

@@ -62,7 +62,7 @@ class Enrolment:
                 f"group {elsewhere[0]} has no devices on this host, where process {process.pid} is"
             )
             return error_reply(request.id, "unknown_group", text)
-        if isinstance(request, Attach) and (refusal := await self._probe(process)) is not None:
+        if isinstance(request, Attach) and (refusal := await self._probe(process, job)) is not None:
             return error_reply(request.id, *refusal)
         return await self._put(process, job, on_host, request.id)
 
@@ -81,13 +81,15 @@ class Enrolment:
             return Refusal("not_permitted", f"{text}: say hello for uid {uid}")
         return process
 
-    async def _probe(self, process: ProcessId) -> Refusal | None:
+    async def _probe(self, process: ProcessId, job: JobKey) -> Refusal | None:
+        backend = self._driver.around.backend
+        backend.belongs(process, job)
         try:
-            if await self._driver.around.backend.probe(process):
+            if await backend.probe(process):
                 return None
         except BackendError as exc:
             return Refusal("unavailable", f"process {process.pid} cannot be looked at: {exc}")
-        text = f"process {process.pid} {self._driver.around.backend.nothing_to_move}"
+        text = f"process {process.pid} {backend.nothing_to_move}"
         return Refusal("not_cuda", text)
 
     async def _put(

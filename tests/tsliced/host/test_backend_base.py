@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tsliced.config.backends import ENTRY_POINTS
 from tsliced.core.model import Cause, HostName, ProcessId, RankId, RankState, Verb
 from tsliced.host.backends import base
 from tsliced.host.backends.base import (
@@ -95,7 +96,7 @@ def test_what_went_wrong_names_its_rank() -> None:
 def test_a_backend_is_found_by_its_entry_point(
     context: BackendContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = [EntryPoint("cuda", "tsliced.host.backends.cuda:CudaBackend", base.ENTRY_POINTS)]
+    entries = [EntryPoint("cuda", "tsliced.host.backends.cuda:CudaBackend", ENTRY_POINTS)]
     monkeypatch.setattr(base, "entry_points", lambda group: entries)
     assert isinstance(load_backend("cuda", context), CudaBackend)
     with pytest.raises(BackendError, match="there is no backend 'rocm'; known: cuda"):

@@ -7,84 +7,16 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
-from harness import Host, Rank, resident_bytes
-from in_process import LIMIT_S, MIB, until
+from backend_lab import Place, rank_id, reason_of
+from harness import resident_bytes
+from in_process import MIB, until
 
-from tsliced.core.model import Cause, HostName, ProcessId, RankId, RankState
+from tsliced.core.model import Cause, ProcessId, RankId, RankState
 from tsliced.host.backends import cuda
-from tsliced.host.backends.base import BackendContext, BackendError, Outcome
+from tsliced.host.backends.base import BackendError
 from tsliced.host.backends.cuda import CudaBackend
-from tsliced.host.processes import identify
-
-Story = Callable[[CudaBackend], Awaitable[None]]
-
-
-class Place:
-    """Devices and ranks without a daemon, and the directory of a backend's workers."""
-
-    def __init__(self, host: Host, library: Path) -> None:
-        self.host = host
-        self.library = library
-        self.directory = host.directory / "state" / "workers"
-        self.directory.mkdir(parents=True)
-
-    def rank(self, mib: int = 8) -> tuple[Rank, RankId]:
-        """Start a rank with device state."""
-        rank = self.host.rank()
-        rank.do("context")
-        rank.do("fill", mib=mib)
-        return rank, rank_id(rank)
-
-    def backend(self, library: str | None = None) -> CudaBackend:
-        return CudaBackend(
-            BackendContext(directory=self.directory, cuda_library=library or str(self.library))
-        )
-
-    def tell(self, story: Story, *, library: str | None = None, leave: bool = False) -> None:
-        """Run a story on a backend; with `leave` its workers are not waited for."""
-
-        async def run() -> None:
-            backend = self.backend(library)
-            await backend.start()
-            try:
-                async with asyncio.timeout(LIMIT_S):
-                    await story(backend)
-            finally:
-                workers = [] if leave else self.host.workers()
-                await backend.close()
-                await until(lambda: not any(map(exists, workers)), "all are reaped")
-
-        asyncio.run(run())
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def rank_id(rank: Rank) -> RankId:
-    process = identify(rank.pid)
-    assert process is not None
-    return RankId(HostName("n1"), process)
-
-
-@pytest.fixture
-def place(softcuda_build: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    host = Host(softcuda_build, SOFTCUDA_THROTTLE_MBPS="0")
-    # Workers have the environment of this process.
-    for name, value in host.variables().items():
-        if name.startswith("SOFTCUDA_"):
-            monkeypatch.setenv(name, value)
-    yield Place(host, softcuda_build / "libcuda.so.1")
-    host.close()
-
-
-def reason_of(outcome: Outcome) -> tuple[Cause, str]:
-    assert outcome.failure is not None
-    return outcome.failure.cause, outcome.failure.text
 
 
 def test_a_rank_is_taken_off_and_brought_back_whole(place: Place) -> None:

@@ -8,16 +8,33 @@ yet proof. New backends register under the entry point group ``tsliced.backends`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol, TypeAlias
 
 from libtimeslice.protocol import Message
-from tsliced.core.model import Cause, ProcessId, RankId, RankState, Reason, Verb
+from tsliced.config.backends import ENTRY_POINTS, BackendSettings
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    JobKey,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    Verb,
+)
 
-ENTRY_POINTS: Final = "tsliced.backends"
+#: Returns what NVML says that a process has on each device; None: it cannot say just now.
+Measure: TypeAlias = Callable[[ProcessId], Awaitable[Mapping[DeviceId, int] | None]]
+
+
+async def cannot_measure(_process: ProcessId) -> None:
+    """Measure where there is no NVML."""
+    return
 
 
 class BackendError(Exception):
@@ -32,6 +49,9 @@ class BackendContext:
     directory: Path
     #: Path of libcuda.so.1; None: the system's.
     cuda_library: str | None = None
+    #: ``[backends]`` of the configuration: its own table is all that a backend should look at.
+    settings: BackendSettings = field(default_factory=BackendSettings)
+    measure: Measure = cannot_measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +144,15 @@ class Backend(ABC):
         """Say why an operation on this process cannot go on just now, and what helps; if so."""
         return None
 
-    async def run(self, verb: Verb, rank: RankId, timeout_s: float | None) -> Outcome:
-        """Run the operation that a verb names."""
+    def belongs(self, process: ProcessId, job: JobKey) -> None:  # noqa: B027 - as above
+        """Hear of which job a process is, before an operation on it."""
+
+    async def run(
+        self, verb: Verb, rank: RankId, timeout_s: float | None, job: JobKey | None = None
+    ) -> Outcome:
+        """Run the operation that a verb names; `job`: whose rank it is, where that is known."""
+        if job is not None:
+            self.belongs(rank.process, job)
         match verb:
             case Verb.FREEZE:
                 assert timeout_s is not None, "a freeze always has a limit"

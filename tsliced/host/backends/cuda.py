@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -25,7 +24,8 @@ from typing import Any, Final
 from cuda_ckpt.worker import OpFileError, OpRecord, read_op_file, worker_command
 from tsliced.core.model import Cause, ProcessId, RankId, RankState
 from tsliced.host.backends.base import Backend, BackendContext, BackendError, Outcome, failed
-from tsliced.host.processes import RunState, identify, run_state
+from tsliced.host.backends.driver_threads import hindrance_of, seems_cuda, why_not_runnable
+from tsliced.host.processes import identify
 
 #: A worker's first line comes when the driver is attached, which took up to 7 s on real hosts.
 START_LIMIT_S: Final = 60.0
@@ -36,20 +36,11 @@ MAX_LINE_BYTES: Final = 64 * 1024
 #: out of step, so this is the one case in which a worker is ended in the middle of a call.
 DEAD_TARGET_LIMIT_S: Final = 5.0
 
-#: The driver names the thread that carries its calls out: "cuda" and hexadecimal digits.
-_RESTORE_THREAD: Final = re.compile(rb"cuda[0-9a-f]{4,}")
-
 _STATES: Final = {
     "running": RankState.RUNNING,
     "locked": RankState.FROZEN,
     "checkpointed": RankState.PARKED,
     "failed": RankState.FAILED,
-}
-
-#: A process that cannot run cannot answer its driver's calls: they hang until it can.
-_HINDRANCES: Final = {
-    RunState.STOPPED: "it is stopped by a signal, and its driver cannot answer; send it SIGCONT",
-    RunState.FROZEN: "its cgroup is frozen, and its driver cannot answer; thaw the cgroup first",
 }
 
 #: By the name of the exception in the worker; all others are the driver's trouble.
@@ -113,9 +104,9 @@ class CudaBackend(Backend):
     async def probe(self, process: ProcessId) -> bool:
         """Ask the driver for a restore thread, in a process that seems to have one."""
         # A process may have hundreds of threads to look at.
-        if not await asyncio.to_thread(_seems_cuda, process.pid):
+        if not await asyncio.to_thread(seems_cuda, process.pid):
             return False
-        if (stopped := _why_not_runnable(process)) is not None:
+        if (stopped := why_not_runnable(process)) is not None:
             raise BackendError(stopped)
         asking = asyncio.create_task(self._ask(process, "restore_thread"), name="probe")
         # A question that is given up is not cut off: the next one must not get its answer.
@@ -129,40 +120,39 @@ class CudaBackend(Backend):
 
     def hindrance(self, process: ProcessId) -> str | None:
         """Look whether the driver's thread in the process can run."""
-        state = run_state(process.pid)
-        return _HINDRANCES.get(state)
+        return hindrance_of(process)
 
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:
         """Lock. A process that cannot run is refused at once: its driver would not answer."""
-        stopped = _why_not_runnable(rank.process)
+        stopped = why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.RUNNING)
         return await self._run(rank, "lock", timeout_ms=max(1, round(timeout_s * 1000)))
 
     async def snapshot(self, rank: RankId) -> Outcome:
         """Checkpoint."""
-        stopped = _why_not_runnable(rank.process)
+        stopped = why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.FROZEN)
         return await self._run(rank, "checkpoint")
 
     async def restore(self, rank: RankId) -> Outcome:
         """Restore."""
-        stopped = _why_not_runnable(rank.process)
+        stopped = why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.PARKED)
         return await self._run(rank, "restore")
 
     async def thaw(self, rank: RankId) -> Outcome:
         """Unlock."""
-        stopped = _why_not_runnable(rank.process)
+        stopped = why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.FROZEN)
         return await self._run(rank, "unlock")
 
     async def state(self, rank: RankId) -> Outcome:
         """Ask for the state."""
-        stopped = _why_not_runnable(rank.process)
+        stopped = why_not_runnable(rank.process)
         if stopped is not None:
             return failed(rank, Cause.STOPPED, stopped, RankState.UNKNOWN)
         return await self._run(rank, "state")
@@ -411,20 +401,3 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
         process.poll()
 
     loop.add_reader(pidfd, ended)
-
-
-def _why_not_runnable(process: ProcessId) -> str | None:
-    state = run_state(process.pid)
-    if state in (RunState.ZOMBIE, RunState.GONE):
-        return "its process has ended"
-    return _HINDRANCES.get(state)
-
-
-def _seems_cuda(pid: int) -> bool:
-    """Return whether a thread is named as the driver's restore thread is."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/comm", "rb") as file:
-                if _RESTORE_THREAD.match(file.read()):
-                    return True
-    return False
