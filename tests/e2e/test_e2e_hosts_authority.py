@@ -40,7 +40,7 @@ from tsliced.net.peer_messages import FEATURES, Frames, Hello, PeerRefused, Ping
 
 SHARED: Settings = {"groups.both": {"devices": ["n1:0", "n2:0"]}}
 #: Of no epoch that is ever reached: a participant that believed it would obey nobody else.
-LATE = Stamp(Counter(2**31 - 1, 1), 0)
+LATE = Stamp(0, Counter(2**31 - 1, 1), 0)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_job_without_a_process_on_a_host_is_not_moved_there_and_not_ended_g10(
     assert n2.operations() == []
     # The same words about the job that is here are obeyed: so they were understood.
     # Its arbiter begins with a later epoch when it is back.
-    next_one = Stamp(Counter(token >> 32, (token & 0xFFFFFFFF) + 1), 0)
+    next_one = Stamp(0, Counter(token >> 32, (token & 0xFFFFFFFF) + 1), 0)
     orders = [m for m in moves("here", 1, next_one) if isinstance(m, Order)]
     say(n1, n2, cluster, [m for m in orders if m.goal is Goal.FROZEN], name="n1")
     until(lambda: n2.operations("freeze"), "it is frozen")

@@ -34,7 +34,7 @@ from tsliced.net.peer_messages import Frames, PeerRefused, Say
 
 SPEAKER, LISTENER = HostName("n1"), HostName("n2")
 GROUP, JOB, PROCESS = GroupName("both"), JobKey("", 1000, "train"), ProcessId(4711, 99)
-TENANCY, STAMP = TenancyKey(JOB, (GROUP,)), Stamp(Counter(1, 2), 3)
+TENANCY, STAMP = TenancyKey(JOB, (GROUP,)), Stamp(0, Counter(1, 2), 3)
 SESSION = SessionId("s-1")
 SAID: list[PeerMessage] = [
     Order(host=LISTENER, tenancy=TENANCY, stamp=STAMP, goal=Goal.FROZEN),
@@ -54,6 +54,8 @@ SAID: list[PeerMessage] = [
                 state=RankState.PARKED,
                 device_bytes=1 << 33,
                 groups=(GROUP,),
+                lead=HostName("n1"),
+                term=0,
             ),
         ),
         clients=(JOB,),

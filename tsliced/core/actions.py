@@ -197,6 +197,31 @@ class HostRecord:
     boot: str
 
 
+@value
+class ReservationRecord:
+    """A round of another host has or wants a group of this arbiter, or no longer (`over`)."""
+
+    host: HostName
+    round: RoundId
+    group: GroupName
+    job: JobKey
+    place: int
+    #: It has the group, for good; None: it waits.
+    token: Token | None
+    over: bool = False
+
+
+@value
+class HandoverRecord:
+    """A tenancy goes to another host's coordinator, or has gone there (`to` None)."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+    to: HostName | None
+    on: bool
+    pinned: Reason | None
+
+
 Record: TypeAlias = (
     SessionRecord
     | SessionEndedRecord
@@ -212,6 +237,8 @@ Record: TypeAlias = (
     | RemainsRecord
     | ForeignLeaseRecord
     | HostRecord
+    | ReservationRecord
+    | HandoverRecord
 )
 
 # --- actions: towards clients -----------------------------------------------------------------

@@ -15,11 +15,13 @@ from tsliced.core.actions import (
     Grant,
     Note,
     Refuse,
+    Send,
     TellContended,
     TellRankLost,
     TellStalled,
 )
 from tsliced.core.arbiter import Arbiter
+from tsliced.core.messages import PeerMessage
 from tsliced.core.model import (
     CoreLimits,
     GroupName,
@@ -78,6 +80,8 @@ class Books:
     #: How many leases each user has, waiting or held.
     leases_by_uid: dict[int, int] = field(default_factory=dict)
     rounds: dict[RoundId, Round] = field(default_factory=dict)
+    #: Groups of arbiters elsewhere: the round of here that has committed to each.
+    borrowed: dict[GroupName, RoundId] = field(default_factory=dict)
     faults: dict[JobKey, Reason] = field(default_factory=dict)
     #: Since when; of a fault that is older than this daemon, since it started.
     faulted_at: dict[JobKey, float] = field(default_factory=dict)
@@ -198,12 +202,15 @@ class Books:
         """Return how many rounds wait for a group of the lease."""
         if len(lease.groups) == 1:
             return len(self.arbiters[lease.groups[0]].queue)
-        return len({r for group in lease.groups for r in self.arbiters[group].queue})
+        here = (group for group in lease.groups if group in self.arbiters)
+        waiters = len({r for group in here for r in self.arbiters[group].queue})
+        elsewhere = self.rounds[lease.round].elsewhere.values()
+        return waiters + sum(there.waiters for there in elsewhere)
 
     def chosen_for(self, group: GroupName) -> Round | None:
         """Return the round that has the group."""
         arbiter = self.arbiters.get(group)
-        chosen = arbiter.chosen if arbiter is not None else None
+        chosen = arbiter.chosen if arbiter is not None else self.borrowed.get(group)
         return self.rounds[chosen] if chosen is not None else None
 
     # --- faults -------------------------------------------------------------------------------
@@ -235,6 +242,11 @@ class Books:
         if abandoned and job not in self.tenancies.by_job:
             self.clear_fault(job)
 
+    def say(self, host: HostName, message: PeerMessage) -> None:
+        """Say something to another host's daemon, if there is a link; else it is said again."""
+        if host in self.tenancies.links.up:
+            self.out.append(Send(host=host, message=message))
+
     # --- messages -----------------------------------------------------------------------------
 
     def refuse(self, session: SessionId, request: RequestId, code: str, text: str) -> None:
@@ -261,8 +273,11 @@ class Books:
     def tell_contended(self, group: GroupName) -> None:
         """Tell who holds a group that its waiters have come or gone."""
         round_ = self.chosen_for(group)
-        if round_ is None or round_.state is not HELD:
-            return
+        if round_ is not None and round_.state is HELD:
+            self.tell_holder(round_)
+
+    def tell_holder(self, round_: Round) -> None:
+        """Tell who holds how many wait for it."""
         for lease in round_.members.values():
             self.out.append(
                 TellContended(

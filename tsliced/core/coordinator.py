@@ -46,7 +46,7 @@ from tsliced.core.signals import (
 from tsliced.core.value import maker
 
 #: Lower than any order's.
-NO_STAMP = Stamp(Counter(0, 0), 0)
+NO_STAMP = Stamp(0, Counter(0, 0), 0)
 
 #: Tries to bring a tenancy back to a stable place before it counts as BLOCKED.
 MAX_RECOVERIES = 5
@@ -150,6 +150,7 @@ class Coordinator:
     #: OFF has been ordered in the move under way: some of it may be parked.
     _off_ordered: bool = False
     _was_parked: bool = False
+    _least_term: int = 0
 
     def __post_init__(self) -> None:
         self.goal = Goal.OFF if self.place is Place.OFF else Goal.ON
@@ -203,6 +204,18 @@ class Coordinator:
         if self.links.lost or self.links.dead:
             return any(map(self._counts, self._unanswered))
         return bool(self._unanswered)
+
+    @property
+    def stop(self) -> Reason | None:
+        """Why it is BLOCKED or PINNED, if it is."""
+        return self.reason if self.place is _BLOCKED else self.pinned
+
+    def introduction(self) -> list[Order]:
+        """Return what tells all participants who moves the tenancy; it moves nothing."""
+        return [
+            Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=Goal.QUERY)
+            for host in self.hosts
+        ]
 
     def evict(self, *, now: float, ranks: int) -> list[Effect]:
         """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
@@ -264,11 +277,19 @@ class Coordinator:
         return []
 
     def order_for(self, host: HostName) -> list[Order]:
-        """Return the order that a host has not answered, to be told again."""
+        """Return what to tell a host again: the order that it has not answered, or who moves."""
+        if self.stable:
+            return [order for order in self.introduction() if order.host == host]
         if host not in self.missing:
             return []
         goal = GOALS[self.place]
         return [Order(host=host, tenancy=self.tenancy, stamp=self.stamp, goal=goal)]
+
+    def exceed(self, term: int) -> None:
+        """Order in no lower term than this from the next order on: a participant has obeyed it."""
+        self._least_term = max(self._least_term, term)
+        if self.stable:
+            self.stamp = self.stamp._replace(term=max(self._least_term, self.stamp.term))
 
     def follow(self, order: Order) -> TenancyRecord:
         """Know what another host's coordinator has ordered."""
@@ -424,12 +445,12 @@ class Coordinator:
             return []
         if place is Place.FREEZING:
             self.deadline = now + self._barrier_s
-        self.stamp = Stamp(epoch, 0)
+        self.stamp = Stamp(max(self._least_term, self.stamp.term), epoch, 0)
         return self._order(now)
 
     def _step(self, place: Place, now: float) -> list[Effect]:
         self.place, self.deadline = place, None
-        self.stamp = Stamp(self.stamp.epoch, self.stamp.step + 1)
+        self.stamp = self.stamp._replace(step=self.stamp.step + 1)
         return self._order(now)
 
     def _order(self, now: float) -> list[Effect]:

@@ -21,6 +21,7 @@ from tsliced.core.actions import DrainRecord, Note
 from tsliced.core.arbiter import Arbiter
 from tsliced.core.books import Books
 from tsliced.core.coordinator import Place
+from tsliced.core.messages import GiveBack
 from tsliced.core.model import (
     Cause,
     DeviceId,
@@ -100,13 +101,16 @@ class Draining(Books):
         """Let a round wait outside of the queues if it cannot have a group; return whether."""
         if (bar := self._bar(round_)) is None:
             return False
-        for name in round_.groups:
-            self.leave(self.arbiters[name], round_)
+        self.leave_all(round_)
         round_.state, round_.reserved = ASIDE, 0
         self.aside[round_.id] = None
+        self.take_back(round_)
         self.note_aside(round_, bar[1])
         self.tell_stalled(round_, *bar)
         return True
+
+    def take_back(self, round_: Round) -> None:
+        """Tell another host that its round does not have a group any more, if it was told so."""
 
     def come_back(self) -> list[Round]:
         """Return the rounds that may queue again, the first come first."""
@@ -165,6 +169,21 @@ class Draining(Books):
         return coordinator.pinned, out_of_pin(job, coordinator.pinned, has_callbacks=has_callbacks)
 
     # --- groups that are left -----------------------------------------------------------------
+
+    def leave_all(self, round_: Round) -> None:
+        """Take a round off all of its groups, and out of their queues."""
+        for group in round_.groups:
+            self.leave_group(round_, group)
+
+    def leave_group(self, round_: Round, group: GroupName) -> None:
+        """Take a round off one of its groups, here or elsewhere."""
+        arbiter = self.arbiters.get(group)
+        if arbiter is not None:
+            self.leave(arbiter, round_)
+        elif (there := round_.elsewhere.pop(group, None)) is not None:
+            if self.borrowed.get(group) == round_.id:
+                del self.borrowed[group]
+            self.say(there.arbiter, GiveBack(round=round_.id, group=group))
 
     def leave(self, arbiter: Arbiter, round_: Round) -> None:
         """Take a round off a group, or out of its queue."""

@@ -15,26 +15,29 @@ Safety rule: a grant leaves only while nobody else's state is on the round's gro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tsliced.core.actions import TellLost
 from tsliced.core.arbiter import Arbiter
+from tsliced.core.clearing import Clearing
 from tsliced.core.coordinator import MAX_DOUBLINGS, Place
+from tsliced.core.messages import Cede, NotCeded, NotReserved
 from tsliced.core.model import (
     LASTING,
     Cause,
     Drain,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     RankId,
     Reason,
     RoundId,
     TenancyKey,
+    Token,
 )
-from tsliced.core.numbers import Numbers
 from tsliced.core.policy import Waiter
 from tsliced.core.remedies import (
     Standstill,
@@ -45,16 +48,16 @@ from tsliced.core.remedies import (
     out_of_silence,
     toward_a_freeze,
 )
-from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Round
+from tsliced.core.rounds import ASIDE, GATHERING, GRANTING, HELD, MOVING, QUEUED, Elsewhere, Round
 from tsliced.core.sessions import LEASE_HELD, LEASE_WAITING, Lease
 from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, EvictionFailed
 from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Bound, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
-from tsliced.core.watchdogs import MIN_HOLD_S, Watchdogs
+from tsliced.core.watchdogs import MIN_HOLD_S
 
 if TYPE_CHECKING:
-    from random import Random
+    pass
 
 #: How often a round's admission may find company on its devices before it is refused.
 MAX_ADMIT_TRIES = 5
@@ -69,14 +72,14 @@ _OWN_FAULTS = frozenset({Cause.DRIVER, Cause.FAILED, Cause.UNSUPPORTED})
 _COMPANY = frozenset({Cause.OCCUPIED, Cause.STRANGER})
 
 
+def _token_of(there: Elsewhere | None) -> Token | None:
+    return there.token if there is not None else None
+
+
 @dataclass(slots=True, kw_only=True)
-class Granting(Watchdogs):
+class Granting(Clearing):
     """The books of one host, and what moves the rounds in them on."""
 
-    numbers: Numbers
-    random: Random
-    #: Order of arrival given out last.
-    last_place: int = 0
     #: Being brought back because an operator wants it tried again: no round waits for them.
     tried: dict[TenancyKey, None] = field(default_factory=dict)
 
@@ -154,9 +157,13 @@ class Granting(Watchdogs):
         """Take a round as far as it can go now."""
         if round_.state is QUEUED and self._reserve(round_, now):
             round_.state, round_.switch_began_at = MOVING, now
+        if round_.state is HELD and round_.home is not None:
+            # Whoever came onto the devices before it came up leaves them.
+            self._clear_for(round_, round_.home, now)
         if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
             hindered = self.lost or self.silent or round_.job in self.faults
+            hindered = hindered or any(there.leads for there in round_.elsewhere.values())
             settled = not hindered and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
             round_.state = GRANTING if clear else MOVING
@@ -167,14 +174,18 @@ class Granting(Watchdogs):
         if (self.drains or len(round_.groups) > 1) and self.set_aside(round_):
             return False
         while round_.reserved < len(round_.groups):
-            arbiter = self.arbiters[round_.groups[round_.reserved]]
-            if arbiter.chosen != round_.id and not arbiter.claim(round_.id):
+            group = round_.groups[round_.reserved]
+            arbiter = self.arbiters.get(group)
+            if arbiter is None:
+                if not self.reserve_elsewhere(round_, group):
+                    return False
+            elif arbiter.chosen != round_.id and not arbiter.claim(round_.id):
                 if round_.id not in arbiter.queue:
                     self._enqueue(arbiter, round_, now)
                 if arbiter.choose(now=now) != round_.id:
                     return False
             round_.reserved += 1
-        return True
+        return not round_.elsewhere or self.commit(round_)
 
     def _enqueue(self, arbiter: Arbiter, round_: Round, now: float) -> None:
         arbiter.enqueue(
@@ -205,6 +216,10 @@ class Granting(Watchdogs):
         if (loss := self.loss_of(round_)) is not None:
             self.tell_stalled(round_, round_.job, loss, out_of_loss())
             return False
+        if round_.home is not None:
+            return self._clear_for(round_, round_.home, now)
+        if not self._gather(round_):
+            return False
         try:
             own = self.tenancies.cover(round_.job, round_.groups, self.out)
         except Bound as bound:
@@ -224,8 +239,10 @@ class Granting(Watchdogs):
             for tenancy in self.tenancies.residents(group)
             if tenancy.key not in keys
         }
-        for tenancy in others.values():
+        for tenancy in self._as_one(others.values(), round_):
             self._clear_off(tenancy, round_, now)
+        if not self._clear_guests(round_):
+            return False
         if others:
             return False
         missing = [tenancy for tenancy in own if not tenancy.ready]
@@ -233,6 +250,66 @@ class Granting(Watchdogs):
             if tenancy.coordinator.stable and not self._pausing(round_):
                 self.out += self.tenancies.admit(tenancy.key, now=now)
         return not missing
+
+    def _clear_for(self, round_: Round, home: HostName, now: float) -> bool:
+        """Clear a group for a round of another host, which moves itself what it leads."""
+        group, clear = round_.groups[0], True
+        for tenancy in self.tenancies.residents(group):
+            if tenancy.key.job != round_.job:
+                self._clear_off(tenancy, round_, now)
+                clear = False
+        for guest in self.tenancies.guests_on(group):
+            if guest[0] != round_.job and guest[1] != home:
+                self._ask_to_clear(round_, guest, group)
+                clear = False
+        return clear
+
+    def on_not_ceded(self, host: HostName, message: NotCeded, now: float) -> None:
+        """Another host cannot cede what it moves of a round's job."""
+        round_ = self.rounds.get(message.round)
+        if round_ is not None and host in round_.ceding:
+            self._refuse_round(round_, message.code, message.text, now)
+
+    def on_not_reserved(self, host: HostName, message: NotReserved, now: float) -> None:
+        """A round cannot have a group of an arbiter elsewhere."""
+        round_ = self.rounds.get(message.round)
+        there = round_.elsewhere.get(message.group) if round_ is not None else None
+        if round_ is not None and there is not None and there.arbiter == host:
+            self._refuse_round(round_, message.code, message.text, now)
+
+    def lose_held(self, round_: Round, text: str, now: float) -> None:
+        """End a round that is held, of which an arbiter elsewhere has taken a group back."""
+        for lease in list(round_.members.values()):
+            self.take_away(lease, text, now)
+
+    def on_host_back(self, host: HostName) -> None:
+        """Ask a host again what it has not answered."""
+        for round_ in self.rounds.values():
+            if round_.ceding.get(host) is False:
+                self.say(host, Cede(round=round_.id, job=round_.job, groups=round_.groups))
+            round_.clearing.clear()
+        self.advance_all()
+
+    def end_borrower(self, round_: Round, now: float) -> None:
+        """A round of another host does not have or want a group of here any more."""
+        self._end_round(round_, now)
+
+    def _as_one(self, others: Collection[Tenancy], round_: Round) -> list[Tenancy]:
+        """Make one tenancy of those of each job that leave together, so that they stop together."""
+        by_job: dict[JobKey, list[Tenancy]] = {}
+        for tenancy in others:
+            by_job.setdefault(tenancy.key.job, []).append(tenancy)
+        wanted = set(round_.groups)
+        leaving: list[Tenancy] = []
+        for parts in by_job.values():
+            apart = [part for part in parts if part.runs_within and wanted.issuperset(part.reach)]
+            free = [part for part in apart if not part.coordinator.given_up]
+            if len(free) > 1:
+                leaving += [part for part in parts if part not in free]
+                leaving += self.tenancies.unite(free, self.out)
+            else:
+                leaving += parts
+        return leaving
 
     def _clear_off(self, tenancy: Tenancy, round_: Round, now: float) -> None:
         coordinator = tenancy.coordinator
@@ -273,18 +350,22 @@ class Granting(Watchdogs):
             return None
         return Standstill(stop[0], now - tenancy.coordinator.stopped_at, stop[1])
 
-    def _pausing(self, round_: Round) -> bool:
-        return self.timers.get(TimerKey(TimerKind.RETRY, round_.id)) is not None
-
     def _grant_round(self, round_: Round, now: float) -> None:
-        tokens = self.numbers.take_several(len(round_.groups))
+        if round_.home is not None:
+            self.lend(round_)
+            return
+        here = len(round_.groups) - len(round_.elsewhere)
+        tokens = self.numbers.take_several(here)
         if tokens is None:
             # The next block is on its way; `NumbersReserved` comes back here.
             return
         for group in round_.groups:
-            assert self.arbiters[group].chosen == round_.id, "a grant is of groups that it has"
+            assert self.chosen_for(group) is round_, "a grant is of groups that it has"
             self.tenancies.assert_alone(group, round_.job)
         round_.state = HELD
+        if round_.elsewhere:
+            own, there = iter(tokens), round_.elsewhere
+            tokens = [_token_of(there.get(group)) or next(own) for group in round_.groups]
         round_.tokens = tuple(zip(round_.groups, tokens, strict=True))
         for lease in round_.members.values():
             self.hold(lease, now)
@@ -337,8 +418,8 @@ class Granting(Watchdogs):
             self.timers.clear(TimerKey(TimerKind.HOLD, round_.id))
         if round_.state is not GATHERING:
             # Only then is anything free: who is chosen for one group goes on to the next.
-            for group in round_.groups:
-                self.leave(self.arbiters[group], round_)
+            self.leave_all(round_)
+        self.forget_borrower(round_)
         for key in self.tenancies.by_job.get(round_.job, ()):
             tenancy = self.tenancies.all[key]
             if tenancy.participant.beyond:
@@ -383,6 +464,10 @@ class Granting(Watchdogs):
         chosen = (self.chosen_for(group) for group in groups)
         return list({round_.id: round_ for round_ in chosen if round_ is not None}.values())
 
+    def bring_back(self, key: TenancyKey, now: float) -> None:
+        """Restore state of a holder that has become this host's to move, if it is parked."""
+        self._bring_back(key, self.concerned(key), now)
+
     def _bring_back(self, key: TenancyKey, chosen: list[Round], now: float) -> None:
         """Restore a holder's state that turns out to be parked (found after a restart)."""
         tenancy = self.tenancies.all.get(key)
@@ -407,7 +492,7 @@ class Granting(Watchdogs):
             enough = tries >= self.limits.max_evict_tries and not reason.is_ours
             if reason.cause in LASTING or enough:
                 text = f"given up after {tries} tries: {reason.text}" if tries > 1 else reason.text
-                self._pin(key, replace(reason, text=text), now)
+                self.pin(key, replace(reason, text=text), now)
                 # Whoever clears it means that all of it is tried again.
                 del round_.evict_tries[key]
             else:
@@ -416,9 +501,10 @@ class Granting(Watchdogs):
                 self.tell_stalled(round_, key.job, reason, helps)
                 self._pause(round_, tries, now)
         if self.pause_parking(self.tenancies.all[key].reach, now) and reason.cause in LASTING:
-            self._pin(key, reason, now)
+            self.pin(key, reason, now)
 
-    def _pin(self, key: TenancyKey, reason: Reason, now: float) -> None:
+    def pin(self, key: TenancyKey, reason: Reason, now: float) -> None:
+        """Give up to evict a tenancy."""
         tenancy = self.tenancies.all[key]
         if tenancy.coordinator.pinned is None:
             self.out += tenancy.coordinator.pin(reason, now=now)
@@ -485,14 +571,6 @@ class Granting(Watchdogs):
         """Whether the rank that stood in the way is dead, and with it the reason."""
         return reason.rank is not None and self.tenancies.tenancy_of(reason.rank) is None
 
-    def _pause(self, round_: Round, tries: int, now: float) -> None:
-        limits = self.limits
-        pause_s = min(limits.retry_max_s, limits.retry_min_s * 2 ** min(tries - 1, MAX_DOUBLINGS))
-        # Jitter: two hosts that turned back together must not try again together.
-        pause_s *= 0.5 + self.random.random()
-        round_.paused = True
-        self.timers.set(TimerKey(TimerKind.RETRY, round_.id), now + pause_s)
-
     def on_rank_gone(self, key: TenancyKey, reach: Iterable[GroupName], rank: RankId) -> None:
         """Tell a job that a rank of it died, and look again at what waited for it."""
         self.clear_fault_of(key.job, rank)
@@ -526,6 +604,10 @@ class Granting(Watchdogs):
         self.out.append(TellLost(session=lease.session, lease=lease.id, text=text))
 
     def _refuse_round(self, round_: Round, code: str, text: str, now: float) -> None:
+        if round_.home is not None:
+            self.refuse_elsewhere(round_, code, text)
+            self._end_round(round_, now)
+            return
         for lease in list(round_.members.values()):
             if lease.state is LEASE_HELD:
                 self.take_away(lease, text, now)
@@ -538,6 +620,7 @@ class Granting(Watchdogs):
             arbiter.check_invariants()
             assert arbiter.chosen is None or arbiter.chosen in self.rounds
         self.check_drains()
+        self.check_lending()
         assert not self.todo, "nothing is left for later"
         for round_ in self.rounds.values():
             self._check_round(round_)
@@ -551,14 +634,23 @@ class Granting(Watchdogs):
         uids = Counter(self.sessions[lease.session].job.uid for lease in self.leases.values())
         assert self.leases_by_uid == uids, "who has how many leases"
 
+    def _has(self, round_: Round, group: GroupName) -> bool:
+        arbiter, there = self.arbiters.get(group), round_.elsewhere.get(group)
+        if arbiter is not None:
+            return arbiter.chosen == round_.id
+        return there is not None and there.token is not None
+
     def _check_round(self, round_: Round) -> None:
-        if round_.turn_s is None:
+        if round_.turn_s is None and round_.home is None:
             assert round_.members, "a round without members is over"
-        has = [group for group in round_.groups if self.arbiters[group].chosen == round_.id]
+        has = [group for group in round_.groups if self._has(round_, group)]
         assert has == list(round_.groups[: round_.reserved]), "it takes its groups in their order"
-        if round_.state is QUEUED:
+        if round_.state is QUEUED and round_.reserved < len(round_.groups):
             group = round_.groups[round_.reserved]
-            assert round_.id in self.arbiters[group].queue, "it waits for the next one"
+            waits = group in round_.elsewhere or round_.id in self.arbiters[group].queue
+            assert waits, "it waits for the next one"
+        elif round_.state is QUEUED:
+            assert round_.elsewhere, "it waits until what it has is kept for it"
         elif round_.state is ASIDE:
             assert round_.id in self.aside, "it is known to want what it cannot have"
         elif round_.state is not GATHERING:

@@ -170,6 +170,14 @@ class Holding(Granting):
                 return True
         return False
 
+    def on_contended(self, round_: Round, now: float) -> None:
+        """It is known anew how many wait for what a round has of an arbiter elsewhere."""
+        if round_.state is not RoundState.HELD:
+            return
+        self.tell_holder(round_)
+        if round_.overdue:
+            self.timers.set(TimerKey(TimerKind.HOLD, round_.id), now)
+
     def _warn(self, round_: Round, ends_in_s: float) -> None:
         for lease in round_.members.values():
             waiters = self.waiters_of(lease)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tsliced.core.actions import FreeMemory, Note, TenancyEndedRecord, WatchProcess
+from tsliced.core.actions import FreeMemory, Note, Send, TenancyEndedRecord, WatchProcess
 from tsliced.core.coordinator import Coordinator, Place
 from tsliced.core.links import Links
 from tsliced.core.model import (
@@ -23,17 +24,27 @@ from tsliced.core.model import (
     ProcessId,
     RankId,
     RankState,
+    Reason,
     SessionId,
     TenancyKey,
 )
 from tsliced.core.numbers import Numbers
 from tsliced.core.participant import Participant
 from tsliced.core.rank import Rank
-from tsliced.core.signals import Effect
+from tsliced.core.signals import Effect, Order, Report
 from tsliced.core.tenancy import Bound, Tenancy, bound_by
 
 #: A rank in one of these runs only when somebody lets it.
 _STILL = (RankState.FROZEN, RankState.PARKED)
+
+
+class Guest(NamedTuple):
+    """A rank on a group of this host's arbiters that another host moves."""
+
+    job: JobKey
+    lead: HostName
+    state: RankState
+    term: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +69,12 @@ class Homes:
     hosts_of: Mapping[GroupName, tuple[HostName, ...]] = field(default_factory=dict)
     #: Ranks on other hosts, of tenancies that are led here.
     abroad: dict[RankId, TenancyKey] = field(default_factory=dict)
-    #: Groups whose arbiter elsewhere does not know yet who is on their devices here.
-    untold: dict[GroupName, None] = field(default_factory=dict)
+    #: By group: ranks on other hosts that others than this one move.
+    guests: dict[GroupName, dict[RankId, Guest]] = field(default_factory=dict)
+    #: On their way to other hosts' coordinators, which have not taken them yet.
+    leaving: dict[TenancyKey, None] = field(default_factory=dict)
+    #: Groups of which other hosts do not know yet who is on their devices here, and those hosts.
+    untold: dict[GroupName, dict[HostName, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.by_group = {group: {} for group in self.order_of}
@@ -76,7 +91,8 @@ class Homes:
         process stands in the way.
         """
         wanted = set(groups)
-        own = self.tenancies_of(job)
+        quiesced = self._displace(job, wanted, out)
+        own = [tenancy for tenancy in self.tenancies_of(job) if tenancy.led_here]
         concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
         for tenancy in concerned:
             if tenancy.beyond and not wanted.issuperset(tenancy.reach):
@@ -88,12 +104,55 @@ class Homes:
             if tenancy.coordinator.place is Place.BLOCKED:
                 return [tenancy]
             out += self._divide(tenancy, wanted)
+        if any(
+            not wanted.isdisjoint(t.key.groups) for t in self.tenancies_of(job) if not t.led_here
+        ):
+            # It is on its way to here.
+            return None
         covering = self._within(job, wanted)
         if rest := wanted.difference(*(tenancy.key.groups for tenancy in covering)):
-            covering.append(self.make(self._key(job, rest)))
+            made = self.make(self._key(job, rest), lead=self.host)
+            made.participant.quiesced = quiesced
+            covering.append(made)
         if any(tenancy.beyond for tenancy in covering):
             return self._unite(covering, out)
         return self._join(covering, out) if len(covering) > 1 else covering
+
+    def _displace(self, job: JobKey, wanted: set[GroupName], out: list[Effect]) -> bool:
+        """Forget what other hosts move of a job on some groups, of which there is nothing here.
+
+        Returns whether sessions of the job wait to be told to resume.
+        """
+        quiesced = False
+        for tenancy in self.tenancies_of(job):
+            if tenancy.led_here or self._is_left(tenancy) or wanted.isdisjoint(tenancy.key.groups):
+                continue
+            participant = tenancy.participant
+            quiesced |= participant.quiesced
+            if participant.order is not None and participant.answer is None:
+                nothing = self.nothing_of(participant.order, wanted)
+                out.append(Send(host=tenancy.lead, message=nothing))
+            self._forget(tenancy)
+            out.append(TenancyEndedRecord(tenancy=tenancy.key))
+        return quiesced
+
+    def _is_left(self, tenancy: Tenancy) -> bool:
+        """Whether there is something here of a tenancy that another host moves."""
+        return tenancy.has_ranks or tenancy.key in self.leaving
+
+    def nothing_of(
+        self, order: Order, others: set[GroupName], failure: Reason | None = None
+    ) -> Report:
+        """Return the answer to an order that is not obeyed: `others` are not for it to move."""
+        groups = order.tenancy.groups
+        return Report(
+            host=self.host,
+            tenancy=order.tenancy,
+            stamp=order.stamp,
+            failure=failure,
+            states=(),
+            disowned=tuple(group for group in groups if group in others),
+        )
 
     def regain_held(self, job: JobKey, groups: tuple[GroupName, ...]) -> None:
         """After a restart: know that a holder may be on its groups, with ranks or without."""
@@ -103,10 +162,11 @@ class Homes:
                 tenancy.coordinator.place = Place.ON
         rest = set(groups).difference(*(tenancy.key.groups for tenancy in within))
         if rest:
-            self.make(self._key(job, rest), Place.ON)
+            self.make(self._key(job, rest), Place.ON, self.host)
 
     def _within(self, job: JobKey, groups: set[GroupName]) -> list[Tenancy]:
-        return [t for t in self.tenancies_of(job) if groups.issuperset(t.key.groups)]
+        own = (tenancy for tenancy in self.tenancies_of(job) if tenancy.led_here)
+        return [tenancy for tenancy in own if groups.issuperset(tenancy.key.groups)]
 
     def _key(self, job: JobKey, groups: Iterable[GroupName]) -> TenancyKey:
         return TenancyKey(job, self.in_order(groups))
@@ -120,9 +180,16 @@ class Homes:
         hosts = self.hosts_of.get(group)
         return hosts[0] if hosts else self.host
 
-    def _hosts_of_all(self, groups: Iterable[GroupName]) -> tuple[HostName, ...]:
+    def hosts_of_all(self, groups: Iterable[GroupName]) -> tuple[HostName, ...]:
+        """Return all hosts of some groups, in the order of these."""
         hosts = (self.hosts_of.get(group) or (self.host,) for group in groups)
         return tuple(dict.fromkeys(host for of_group in hosts for host in of_group))
+
+    def term_after(self, term: int) -> int:
+        """Return a term above this one in which nobody but this host ever moves anything."""
+        hosts = sorted({self.host}.union(*self.hosts_of.values()))
+        of_here = hosts.index(self.host)
+        return term + 1 + (of_here - term - 1) % len(hosts)
 
     def make(
         self, key: TenancyKey, place: Place = Place.OFF, lead: HostName | None = None
@@ -135,7 +202,7 @@ class Homes:
             lead=lead,
             coordinator=Coordinator(
                 tenancy=key,
-                hosts=self._hosts_of_all(key.groups) if led_here else (),
+                hosts=self.hosts_of_all(key.groups) if led_here else (),
                 numbers=self.numbers,
                 limits=self.limits,
                 links=self.links,
@@ -171,22 +238,67 @@ class Homes:
         return None
 
     def residents(self, group: GroupName) -> list[Tenancy]:
-        """Return the tenancies whose state must be assumed to be on the group's devices."""
-        return [tenancy for tenancy in self.by_group[group].values() if tenancy.resident]
+        """Return the tenancies led here whose state must be assumed to be on a group's devices."""
+        there = self.by_group[group].values()
+        return [tenancy for tenancy in there if tenancy.led_here and tenancy.resident]
 
-    def assert_alone(self, group: GroupName, job: JobKey) -> None:
-        """Assert that nobody but the job is on the group's devices, as every grant does."""
-        for tenancy in self.by_group[group].values():
-            assert tenancy.key.job == job or not tenancy.resident, f"{tenancy.key} is there too"
+    def guests_on(self, group: GroupName) -> list[tuple[JobKey, HostName]]:
+        """Return the jobs that are on a group's devices and are moved from elsewhere, and where."""
+        there = self.by_group[group].values()
+        found = {
+            (tenancy.key.job, tenancy.lead): None
+            for tenancy in there
+            if not tenancy.led_here and tenancy.participant.on_devices
+        }
+        guests = self.guests.get(group, {}).values()
+        found |= {(g.job, g.lead): None for g in guests if g.state.holds_device}
+        return list(found)
+
+    def led_on(self, job: JobKey, group: GroupName) -> list[Tenancy]:
+        """Return the tenancies of a job that this host moves and that may be on a group."""
+        there = self.by_group[group].values()
+        return [tenancy for tenancy in there if tenancy.led_here and tenancy.key.job == job]
+
+    def leads_of(self, job: JobKey, groups: Iterable[GroupName]) -> list[HostName]:
+        """Return the other hosts that move what a job has on groups of arbiters of this host."""
+        leads: dict[HostName, None] = {}
+        for group in groups:
+            for tenancy in self.by_group[group].values():
+                elsewhere = tenancy.key.job == job and not tenancy.led_here
+                if elsewhere and self._is_left(tenancy):
+                    leads[tenancy.lead] = None
+            for guest in self.guests.get(group, {}).values():
+                if guest.job == job:
+                    leads[guest.lead] = None
+        return list(leads)
+
+    def assert_alone(
+        self, group: GroupName, job: JobKey, but_led_by: HostName | None = None
+    ) -> None:
+        """Assert that nobody but the job is on the group's devices, as every grant does.
+
+        `but_led_by`: what that host moves it has to take off itself.
+        """
+        others = [(tenancy.key.job, self.host) for tenancy in self.residents(group)]
+        if self.arbiter_of(group) == self.host:
+            # Else its arbiter has looked at what others move.
+            others += self.guests_on(group)
+        for other, lead in others:
+            assert other == job or lead == but_led_by, f"{other} is on {group} too"
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
         """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
         covered = False
+        guests = [guest for group in groups for guest in self.guests.get(group, {}).values()]
+        if any(guest.job == job or guest.state.holds_device for guest in guests):
+            return False
         for group in groups:
             for tenancy in self.by_group[group].values():
                 if tenancy.key.job != job:
                     if tenancy.resident:
                         return False
+                elif not tenancy.led_here:
+                    return False
                 elif tenancy.key.groups == groups and tenancy.runs_within:
                     covered = True
                 else:
@@ -249,6 +361,8 @@ class Homes:
             # That there was a move at all tells a restart that callbacks may have to resume.
             made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.pinned = pinned
+            # Whoever obeys orders of what was there before would refuse lower ones.
+            made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
             made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
             made.participant.quiesced = any(tenancy.participant.quiesced for tenancy in old)
@@ -299,7 +413,7 @@ class Homes:
         for key in list(self.by_job.get(job, ())):
             tenancy = self.all[key]
             gone = (Place.OFF, Place.ON) if abandoned else (Place.OFF,)
-            if tenancy.has_ranks or tenancy.participant.busy:
+            if tenancy.has_ranks or tenancy.participant.busy or key in self.leaving:
                 continue
             if tenancy.led_here and tenancy.coordinator.place not in gone:
                 continue
@@ -336,9 +450,12 @@ class Homes:
         return out
 
     def tell_arbiters(self, tenancy: Tenancy) -> None:
-        """Let the arbiters elsewhere know whom a tenancy has on the devices of this host."""
-        if not tenancy.led_here:
-            self.untold.update(dict.fromkeys(tenancy.reach))
+        """Let other hosts know whom a tenancy has on the devices of this one."""
+        for group in tenancy.reach:
+            hosts = {self.arbiter_of(group): None, tenancy.lead: None}
+            hosts.pop(self.host, None)
+            if hosts:
+                self.untold.setdefault(group, {}).update(hosts)
 
     def regain(self, rank: Rank, key: TenancyKey) -> None:
         """Take a rank back from the journal, into a tenancy that is known."""
@@ -351,15 +468,24 @@ class Homes:
         rank = tenancy.participant.ranks[process]
         self._reach(tenancy, rank.id, self._groups_of(rank.devices))
 
-    def _home_for(self, job: JobKey, on: set[GroupName]) -> TenancyKey:
+    def _home_for(self, job: JobKey, on: set[GroupName], *, led_here: bool = False) -> TenancyKey:
+        """Return where a rank on some groups belongs. `led_here`: to what this host moves."""
         keys = self.by_job.get(job, {})
+        if led_here:
+            keys = {key: None for key in keys if self.all[key].led_here}
         if inside := next((key for key in keys if on.issubset(key.groups)), None):
             return inside
         # One that it reaches beyond, unless all that it is on is new.
         if touched := next((key for key in keys if not on.isdisjoint(key.groups)), None):
             return touched
         # It runs there, but who else does is looked at before its job is let on.
-        return self.make(self._key(job, on)).key
+        lead = self.host if led_here else self._mover_of(job, on)
+        return self.make(self._key(job, on), lead=lead).key
+
+    def _mover_of(self, job: JobKey, groups: set[GroupName]) -> HostName | None:
+        """Return which other host moves what a job has on groups, if this one knows of any."""
+        guests = (guest for group in groups for guest in self.guests.get(group, {}).values())
+        return next((guest.lead for guest in guests if guest.job == job), None)
 
     def _put_stranger(self, found: FoundRank) -> list[Effect]:
         if found.process in self.strangers:

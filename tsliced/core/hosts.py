@@ -35,15 +35,35 @@ from tsliced.core.events import (
     SignOfLife,
 )
 from tsliced.core.fronting import Fronting
+from tsliced.core.leads import Leads
 from tsliced.core.leasing import Leasing
 from tsliced.core.links import Links
 from tsliced.core.messages import (
+    Cede,
+    Ceded,
+    Clear,
+    Commit,
+    Committed,
     EndJob,
+    GiveBack,
+    HandedOver,
+    HandOver,
     HeldLeases,
     LiveSessions,
+    NotCeded,
+    NotCleared,
+    NotReserved,
     PeerMessage,
     Presence,
+    PresentRank,
     RankGone,
+    Reservations,
+    Reserve,
+    Reserved,
+    StalledElsewhere,
+    Taken,
+    Unreserved,
+    Waiting,
 )
 from tsliced.core.model import (
     Cause,
@@ -57,6 +77,7 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.core.remains import Remains
+from tsliced.core.rounds import HELD, Round
 from tsliced.core.sessions import LEASE_HELD, Session
 from tsliced.core.signals import Order, Report
 from tsliced.core.strangers import Inhabitants
@@ -73,6 +94,7 @@ class Hosts:
     fronting: Fronting
     remains: Remains
     ending: Ending
+    leads: Leads
     #: By group: hosts that have said who is on their devices since they are connected.
     present: dict[GroupName, set[HostName]] = field(default_factory=dict)
 
@@ -89,9 +111,7 @@ class Hosts:
                 self._on_disconnected(host, now)
             case PeerLost(host=host):
                 if host not in self.links.dead:
-                    self.links.lost.add(host)
-                    self.leasing.out += self.tenancies.on_host_gone(host, now=now)
-                    self.look_for_silence()
+                    self._on_lost(host, now)
             case HostDied(host=host, by=by):
                 self._on_declared_dead(host, by, now)
             case _:
@@ -111,10 +131,14 @@ class Hosts:
         live = tuple(s.id for s in sessions if s.host is None and not s.tool)
         self._send(host, LiveSessions(sessions=live))
         for group in self.tenancies.order_of:
-            if host == self.tenancies.arbiter_of(group) and self._is_here(group):
-                self.tenancies.untold[group] = None
+            if self._is_here(group) and host in self.tenancies.audience_of(group):
+                self._tell_presence(group, host)
         self.leasing.out += self.tenancies.remind(host)
+        # What is had comes before what is wanted, for one that has lost its books.
+        self.leasing.on_arbiter_connected(host)
         self.fronting.on_connected(host, live)
+        self.leads.on_connected(host)
+        self.leasing.on_host_back(host)
         for key, tenancy in self.tenancies.all.items():
             if tenancy.lead == host:
                 self.leasing.timers.clear(TimerKey(TimerKind.ALONE, key))
@@ -130,7 +154,17 @@ class Hosts:
             of_group.discard(host)
         for session in self._sessions_of(host):
             session.connected = False
+        self.leads.forget_wishes(host)
         self.await_leads(now)
+        self.look_for_silence()
+
+    def _on_lost(self, host: HostName, now: float) -> None:
+        self.links.lost.add(host)
+        for round_ in self.leasing.borrowed_by(host):
+            if round_.state is not HELD:
+                # It has not been used, and cannot be any more.
+                self.leasing.end_borrower(round_, now)
+        self.leasing.out += self.tenancies.on_host_gone(host, now=now)
         self.look_for_silence()
 
     def await_leads(self, now: float) -> None:
@@ -176,7 +210,13 @@ class Hosts:
         for session in self._sessions_of(host):
             leasing.end_session(session.id, text, now)
         self.remains.on_host_died(host, now)
+        for round_ in leasing.borrowed_by(host):
+            leasing.end_borrower(round_, now)
+        for round_ in leasing.on_arbiter_died(host):
+            leasing.lose_held(round_, text, now)
+        self.tenancies.drop_guests(lambda rank, _: rank.host == host)
         leasing.out += self.tenancies.on_host_gone(host, now=now)
+        self.leads.on_died(host, now)
         for job in [key.job for key, t in self.tenancies.all.items() if t.lead == host]:
             leasing.tidy(job)
         self.fronting.on_arbiter_died(host, text)
@@ -191,7 +231,7 @@ class Hosts:
         leasing = self.leasing
         silent = {
             group: reason
-            for group in leasing.arbiters
+            for group in self.tenancies.order_of
             if (reason := self._silence_of(group)) is not None
         }
         if silent == leasing.silent:
@@ -203,6 +243,12 @@ class Hosts:
 
     def _silence_of(self, group: GroupName) -> Reason | None:
         links, hosts = self.links, self.tenancies.hosts_of.get(group, ())
+        if group not in self.leasing.arbiters:
+            arbiter = self.tenancies.arbiter_of(group)
+            if arbiter in links.up:
+                return None
+            text = f"host {arbiter}, which arbitrates group {group}, is not connected"
+            return Reason(cause=Cause.SILENT, text=text)
         present = links.up.intersection(self.present.get(group, ()))
         # By sets: thousands of hosts may connect one after the other.
         silent = set(hosts).difference(present, links.dead, (self.tenancies.host,))
@@ -250,6 +296,16 @@ class Hosts:
                 | CancelRequested()
             ):
                 self._on_client(host, message, now)
+            case Reserve() | Commit() | GiveBack() | Reservations():
+                self._on_borrower(host, message, now)
+            case Reserved() | Committed() | Unreserved() | NotReserved() | Waiting():
+                self._on_lender(host, message, now)
+            case StalledElsewhere():
+                self._on_stalled(host, message)
+            case Clear() | NotCleared() | Cede() | NotCeded():
+                self._on_wish(host, message, now)
+            case HandOver() | HandedOver() | Ceded() | Taken():
+                self._on_handover(host, message, now)
             case _:
                 self.fronting.on_action(message, host)
 
@@ -262,6 +318,94 @@ class Hosts:
         if any(session.host == host for session in sessions):
             return True
         return host in self.fronting.arbiters_of(session.id for session in sessions)
+
+    def _on_borrower(
+        self, host: HostName, message: Reserve | Commit | GiveBack | Reservations, now: float
+    ) -> None:
+        leasing = self.leasing
+        match message:
+            case Reserve():
+                if (round_ := leasing.open_for(host, message, now)) is not None:
+                    leasing.advance(round_, now)
+            case Commit():
+                leasing.on_commit(host, message)
+            case GiveBack(round=number, group=group):
+                known = leasing.borrowers.get((host, number, group))
+                if known is not None:
+                    leasing.end_borrower(leasing.rounds[known], now)
+            case Reservations():
+                for round_ in leasing.unwanted(host, message):
+                    leasing.end_borrower(round_, now)
+            case _:
+                assert_never(message)
+
+    def _on_lender(
+        self,
+        host: HostName,
+        message: Reserved | Committed | Unreserved | NotReserved | Waiting,
+        now: float,
+    ) -> None:
+        leasing = self.leasing
+        round_: Round | None = None
+        match message:
+            case Reserved():
+                round_ = leasing.on_reserved(host, message)
+            case Committed():
+                round_ = leasing.on_committed(host, message)
+            case Unreserved():
+                round_ = leasing.on_unreserved(host, message)
+                if round_ is not None and round_.state is HELD:
+                    text = f"{host}, which arbitrates {message.group}, has given it to others"
+                    leasing.lose_held(round_, text, now)
+                    return
+            case NotReserved():
+                leasing.on_not_reserved(host, message, now)
+            case Waiting():
+                if (holder := leasing.on_waiting(host, message)) is not None:
+                    leasing.on_contended(holder, now)
+            case _:
+                assert_never(message)
+        if round_ is not None:
+            leasing.advance(round_, now)
+
+    def _on_stalled(self, host: HostName, message: StalledElsewhere) -> None:
+        round_ = self.leasing.rounds.get(message.round)
+        there = round_.elsewhere.get(message.group) if round_ is not None else None
+        if round_ is not None and there is not None and there.arbiter == host:
+            self.leasing.tell_stalled(round_, message.job, message.reason, message.way_out)
+
+    def _on_wish(
+        self, host: HostName, message: Clear | NotCleared | Cede | NotCeded, now: float
+    ) -> None:
+        match message:
+            case Clear():
+                self.leads.on_clear(host, message)
+            case NotCleared():
+                self.leasing.on_not_cleared(message, now)
+            case Cede():
+                self.leads.on_cede(host, message)
+            case NotCeded():
+                self.leasing.on_not_ceded(host, message, now)
+            case _:
+                assert_never(message)
+
+    def _on_handover(
+        self, host: HostName, message: HandOver | HandedOver | Ceded | Taken, now: float
+    ) -> None:
+        match message:
+            case HandOver(tenancy=key, stamp=stamp):
+                effects = self.tenancies.on_hand_over(message, host)
+                self.leasing.out += self.tenancies.run(effects, now)
+                # Also where somebody else was obeyed: it need not wait for that.
+                self.leasing.say(host, HandedOver(tenancy=key, stamp=stamp))
+            case HandedOver():
+                self.leads.on_handed_over(host, message)
+            case Ceded():
+                self.leads.on_ceded(host, message)
+            case Taken():
+                self.leads.on_taken(host, message)
+            case _:
+                assert_never(message)
 
     def _on_client(self, host: HostName, event: ClientEvent, now: float) -> None:
         """Take what a client of another host says through its front."""
@@ -316,17 +460,35 @@ class Hosts:
     def _on_presence(self, host: HostName, presence: Presence, now: float) -> None:
         group = presence.group
         tenancies, leasing = self.tenancies, self.leasing
-        if group not in leasing.arbiters or host not in tenancies.hosts_of.get(group, ()):
+        if host not in tenancies.hosts_of.get(group, ()):
             return
         for rank in tenancies.missing_from(host, presence):
             self._on_rank_gone(rank, now)
+        guests: list[PresentRank] = []
         for present in presence.ranks:
-            if group in present.groups:
+            if group not in present.groups:
+                continue
+            if tenancies.is_moved_here(group, present):
                 tenancies.put_abroad(host, present)
+            else:
+                guests.append(present)
+                tenancies.leave_to(host, present)
+                if present.lead == tenancies.host:
+                    self._send(host, tenancies.correction(present))
         for key in tenancies.note_shortages(host, presence):
             pinned = tenancies.all[key].coordinator.pinned
             if pinned is not None and pinned.cause is Cause.NO_HOST_MEMORY:
                 leasing.out += tenancies.clear(key.job, now=now)
+        self._note_clients(host, presence, now)
+        self._find_strays(host, group, now)
+        if group in leasing.arbiters:
+            tenancies.note_guests(host, presence, guests)
+            self.present.setdefault(group, set()).add(host)
+            self.look_for_silence()
+            leasing.todo.append(group)
+
+    def _note_clients(self, host: HostName, presence: Presence, now: float) -> None:
+        group = presence.group
         before = self.remains.clients_abroad.get((host, group), frozenset())
         clients = self.remains.clients_abroad[host, group] = frozenset(presence.clients)
         for job in sorted(before ^ clients):
@@ -334,10 +496,6 @@ class Hosts:
                 self.remains.on_opened(job)
             else:
                 self.remains.on_left(job, now)
-        self.present.setdefault(group, set()).add(host)
-        self._find_strays(host, group, now)
-        self.look_for_silence()
-        leasing.todo.append(group)
 
     def _find_strays(self, host: HostName, group: GroupName, now: float) -> None:
         """Bring together what is not where its tenancy is, since a host went its own way."""
@@ -372,15 +530,17 @@ class Hosts:
     # --- what they are told -------------------------------------------------------------------
 
     def tell_presence(self) -> None:
-        """Tell arbiters elsewhere who is on the devices of this host, where that has changed."""
-        tenancies = self.tenancies
-        for group in tenancies.untold:
-            arbiter = tenancies.arbiter_of(group)
-            if arbiter != tenancies.host and self._is_here(group):
-                jobs = dict.fromkeys(key.job for key in tenancies.by_group[group])
-                clients = [job for job in jobs if self.remains.has_client_here(job)]
-                self._send(arbiter, tenancies.presence_of(group, clients))
-        tenancies.untold.clear()
+        """Tell other hosts who is on the devices of this one, where that has changed."""
+        for group, hosts in self.tenancies.untold.items():
+            if self._is_here(group):
+                for host in hosts:
+                    self._tell_presence(group, host)
+        self.tenancies.untold.clear()
+
+    def _tell_presence(self, group: GroupName, host: HostName) -> None:
+        jobs = dict.fromkeys(key.job for key in self.tenancies.by_group[group])
+        clients = [job for job in jobs if self.remains.has_client_here(job)]
+        self._send(host, self.tenancies.presence_of(group, clients))
 
     def _send(self, host: HostName, message: PeerMessage) -> None:
         if host in self.links.up:

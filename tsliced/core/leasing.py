@@ -228,8 +228,9 @@ class Leasing(Turns):
         """Whether a job that runs can be given its devices at once, and nobody is passed over."""
         if joined is not None:
             return joined.state is HELD
-        arbiters = (self.arbiters[group] for group in groups)
+        arbiters = [self.arbiters[group] for group in groups if group in self.arbiters]
         free = all(arbiter.chosen is None and not arbiter.queue for arbiter in arbiters)
+        free = free and len(arbiters) == len(groups)
         return free and self.tenancies.settled(job, groups)
 
     def _objection(
@@ -238,13 +239,14 @@ class Leasing(Turns):
         limits = self.limits
         for group in groups:
             arbiter = self.arbiters.get(group)
-            if arbiter is None:
-                known = ", ".join(sorted(self.arbiters)) or "none"
+            if group not in self.tenancies.order_of:
+                known = ", ".join(sorted(self.tenancies.order_of)) or "none"
                 return "unknown_group", f"there is no group {group!r} here; known: {known}"
             if group not in session.groups:
                 text = f"uid {session.job.uid} may not lease group {group!r}: it is not on its list"
                 return "not_permitted", f"{text}, or the cgroup of this process lacks a device"
-            if len(arbiter.queue) + len(self.aside) >= limits.max_waiters:
+            queue = arbiter.queue if arbiter is not None else ()
+            if len(queue) + len(self.aside) >= limits.max_waiters:
                 text = f"{limits.max_waiters} already wait for {group!r}"
                 return "would_exceed_limit", f"{text}, which is the limit max_waiters"
         if not groups:

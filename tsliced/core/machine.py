@@ -22,6 +22,7 @@ from tsliced.core.actions import (
     FaultRecord,
     ForeignLeaseRecord,
     Grant,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -30,6 +31,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     ReserveDeviceMemory,
     ReserveHostMemory,
     RunHooks,
@@ -85,6 +87,7 @@ from tsliced.core.events import (
 )
 from tsliced.core.fronting import Fronting
 from tsliced.core.hosts import Hosts
+from tsliced.core.leads import Leads
 from tsliced.core.leasing import Leasing
 from tsliced.core.losses import Losses
 from tsliced.core.model import (
@@ -130,6 +133,8 @@ RECORDS = (
     RemainsRecord,
     ForeignLeaseRecord,
     HostRecord,
+    ReservationRecord,
+    HandoverRecord,
 )
 _IS_RECORD = frozenset(RECORDS)
 
@@ -204,14 +209,8 @@ class Machine:
             ending=self.ending,
         )
         self.leasing.is_orphaned = self.remains.is_orphaned
-        self.hosts = Hosts(
-            links=self.tenancies.links,
-            leasing=self.leasing,
-            tenancies=self.tenancies,
-            fronting=self.fronting,
-            remains=self.remains,
-            ending=self.ending,
-        )
+        self.leads = Leads(leasing=self.leasing, tenancies=self.tenancies)
+        self.hosts = self._make_hosts()
         self.hosts.look_for_silence()
         #: Groups of arbiters on other hosts.
         self.elsewhere = frozenset(self.tenancies.order_of) - self.leasing.arbiters.keys()
@@ -223,6 +222,17 @@ class Machine:
         #: The latest events, for the story of a broken invariant.
         self.story: deque[tuple[float, Event]] = deque(maxlen=limits.story)
         self._full_checks = full_checks
+
+    def _make_hosts(self) -> Hosts:
+        return Hosts(
+            links=self.tenancies.links,
+            leasing=self.leasing,
+            tenancies=self.tenancies,
+            fronting=self.fronting,
+            remains=self.remains,
+            ending=self.ending,
+            leads=self.leads,
+        )
 
     @property
     def deadline(self) -> float | None:
@@ -371,12 +381,19 @@ class Machine:
             self._settle_claims()
         if leasing.turns or leasing.idle:
             leasing.check_turns(now)
+        if tenancies.untold:
+            # What others move may have left devices of groups that are arbitrated here.
+            leasing.todo += tenancies.untold
+            # First, so that who is asked to take something off knows of it.
+            self.hosts.tell_presence()
         if leasing.todo or leasing.vacated:
             leasing.work_off(now)
-        while tenancies.signals:
-            leasing.on_outcome(tenancies.signals.popleft(), now)
-            if tenancies.claims:
-                self._settle_claims()
+        self._hear_coordinators(now)
+        if leasing.borrowers:
+            self.leads.offer()
+        while self.leads.waiting and self.leads.settle(now):
+            leasing.work_off(now)
+            self._hear_coordinators(now)
         if leasing.left:
             for job in leasing.left:
                 self.remains.on_left(job, now)
@@ -395,6 +412,15 @@ class Machine:
             self.hosts.tell_presence()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
             leasing.out.append(ask)
+
+    def _hear_coordinators(self, now: float) -> None:
+        tenancies = self.tenancies
+        while tenancies.signals:
+            outcome = tenancies.signals.popleft()
+            self.leads.on_outcome(outcome, now)
+            self.leasing.on_outcome(outcome, now)
+            if tenancies.claims:
+                self._settle_claims()
 
     def _settle_claims(self) -> None:
         strangers = list(self.tenancies.stranger_jobs)

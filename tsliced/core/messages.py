@@ -17,12 +17,18 @@ from tsliced.core.actions import ClientAction
 from tsliced.core.events import ClientEvent
 from tsliced.core.model import (
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     ProcessId,
     RankId,
     RankState,
+    Reason,
+    RoundId,
     SessionId,
+    Stamp,
+    TenancyKey,
+    Token,
 )
 from tsliced.core.signals import Order, Report
 from tsliced.core.value import value
@@ -55,6 +61,10 @@ class PresentRank:
     device_bytes: int
     #: All groups on whose devices it is.
     groups: tuple[GroupName, ...]
+    #: Whose coordinator moves it, as far as that host knows, ...
+    lead: HostName
+    #: ... and in which term.
+    term: int
 
 
 @value
@@ -90,6 +100,192 @@ class EndJob:
     onward: bool
 
 
+# --- groups that a round takes from an arbiter elsewhere --------------------------------------
+
+
+@value
+class Reserve:
+    """A round of the host that says so wants a group of the arbiter that it goes to."""
+
+    round: RoundId
+    job: JobKey
+    group: GroupName
+    #: It has it, and says so in case that the arbiter has forgotten.
+    token: Token | None = None
+
+
+@value
+class Reserved:
+    """The group is the round's, and nobody else is on it, but for what its own host leads.
+
+    Until the round commits to it, it may be taken back.
+    """
+
+    round: RoundId
+    group: GroupName
+    #: To be granted with.
+    token: Token
+    #: Other hosts that move state which the job has on the group.
+    leads: tuple[HostName, ...]
+
+
+@value
+class Commit:
+    """The round has all of its groups, and begins to use this one."""
+
+    round: RoundId
+    group: GroupName
+    token: Token
+
+
+@value
+class Committed:
+    """The group is the round's until it gives it back."""
+
+    round: RoundId
+    group: GroupName
+    token: Token
+
+
+@value
+class Unreserved:
+    """The round does not have the group, or no longer; it waits for it, if it still wants it."""
+
+    round: RoundId
+    group: GroupName
+
+
+@value
+class NotReserved:
+    """The round cannot have the group."""
+
+    round: RoundId
+    group: GroupName
+    code: str
+    text: str
+
+
+@value
+class GiveBack:
+    """The round does not want the group any more."""
+
+    round: RoundId
+    group: GroupName
+
+
+@value
+class Reservations:
+    """All that rounds of the host that says so have or want of the arbiter that it goes to."""
+
+    wanted: tuple[tuple[RoundId, GroupName], ...]
+
+
+@value
+class Waiting:
+    """How many wait for a group that a round has."""
+
+    round: RoundId
+    group: GroupName
+    waiters: int
+
+
+@value
+class StalledElsewhere:
+    """Why a round does not get a group."""
+
+    round: RoundId
+    group: GroupName
+    job: JobKey
+    reason: Reason
+    way_out: str
+
+
+# --- tenancies that another host is to move ---------------------------------------------------
+
+
+@value
+class Clear:
+    """An arbiter wants what a job has on its group taken off, by the host that moves it."""
+
+    job: JobKey
+    group: GroupName
+
+
+@value
+class NotCleared:
+    """It could not be taken off. `given_up`: it stays until somebody does something about it."""
+
+    job: JobKey
+    group: GroupName
+    reason: Reason
+    way_out: str
+    given_up: bool
+
+
+@value
+class Cede:
+    """A round's host wants to move itself what its job has on groups."""
+
+    round: RoundId
+    job: JobKey
+    groups: tuple[GroupName, ...]
+
+
+@value
+class NotCeded:
+    """Its groups cannot be taken apart so, or it stands still."""
+
+    round: RoundId
+    job: JobKey
+    code: str
+    text: str
+
+
+@value
+class HandOver:
+    """The host that moves a tenancy tells a participant who does from now on."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+    to: HostName
+
+
+@value
+class HandedOver:
+    """A participant has taken note of it."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+
+
+@value
+class CededTenancy:
+    """A tenancy, to whom moves it from now on. All participants know of it."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+    on: bool
+    pinned: Reason | None
+    ranks: tuple[tuple[HostName, PresentRank], ...]
+
+
+@value
+class Ceded:
+    """All that the host had to cede for a round."""
+
+    round: RoundId
+    job: JobKey
+    tenancies: tuple[CededTenancy, ...]
+
+
+@value
+class Taken:
+    """A tenancy that was ceded is in good hands."""
+
+    tenancy: TenancyKey
+    stamp: Stamp
+
+
 PeerMessage: TypeAlias = (
     LiveSessions
     | HeldLeases
@@ -98,6 +294,24 @@ PeerMessage: TypeAlias = (
     | EndJob
     | Order
     | Report
+    | Reserve
+    | Reserved
+    | Commit
+    | Committed
+    | Unreserved
+    | NotReserved
+    | GiveBack
+    | Reservations
+    | Waiting
+    | StalledElsewhere
+    | Clear
+    | NotCleared
+    | Cede
+    | NotCeded
+    | HandOver
+    | HandedOver
+    | Ceded
+    | Taken
     | ClientEvent
     | ClientAction
 )

@@ -79,6 +79,8 @@ Epoch: TypeAlias = Counter
 class Stamp(NamedTuple):
     """Place of an order in a tenancy's history: a participant refuses anything lower."""
 
+    #: How often it went from one host's coordinator to another's, whose epochs do not compare.
+    term: int
     epoch: Epoch
     step: int
 

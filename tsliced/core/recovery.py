@@ -14,6 +14,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -21,6 +22,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
@@ -30,10 +32,10 @@ from tsliced.core.actions import (
 from tsliced.core.coordinator import NO_STAMP, Place
 from tsliced.core.fronting import ForeignLease
 from tsliced.core.machine import Machine
-from tsliced.core.model import Goal, RankState, RoundId
+from tsliced.core.model import Goal, GroupName, RankState, RoundId, Token
 from tsliced.core.rank import Rank
 from tsliced.core.remains import Remnant
-from tsliced.core.rounds import Round, RoundState
+from tsliced.core.rounds import Elsewhere, Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState, Session
 
 
@@ -71,6 +73,10 @@ def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
                     machine.leasing.drains[group] = drain
             case ForeignLeaseRecord():
                 state.foreign.append(record)
+            case ReservationRecord():
+                state.reservations.append(record)
+            case HandoverRecord():
+                state.handovers.append(record)
             case HostRecord(host=host, boot=boot):
                 machine.hosts.links.boots[host] = boot
             case SessionEndedRecord() | TenancyEndedRecord() | RankEndedRecord():
@@ -90,6 +96,8 @@ class _State:
     ranks: list[RankRecord] = field(default_factory=list)
     leases: list[LeaseRecord] = field(default_factory=list)
     foreign: list[ForeignLeaseRecord] = field(default_factory=list)
+    reservations: list[ReservationRecord] = field(default_factory=list)
+    handovers: list[HandoverRecord] = field(default_factory=list)
 
     def put_into(self, machine: Machine, now: float) -> None:
         for session in self.sessions:
@@ -105,7 +113,7 @@ class _State:
         for rank in self.ranks:
             _rank(machine, rank)
         for known in machine.tenancies.all.values():
-            if not known.participant.ranks and len(known.coordinator.hosts) == 1:
+            if not known.participant.ranks and not known.is_abroad:
                 # Whether it is alone on its devices is looked at when its job is let on again.
                 known.coordinator.place, known.participant.away = Place.OFF, True
         # Holders first: they have their groups before anybody is put into a queue.
@@ -113,6 +121,10 @@ class _State:
             _lease(machine, lease, now)
         for foreign in self.foreign:
             _foreign_lease(machine, foreign)
+        for reservation in sorted(self.reservations, key=lambda r: (r.token is None, r.place)):
+            _reservation(machine, reservation, now)
+        for handover in self.handovers:
+            _handover(machine, handover)
 
 
 def _session(machine: Machine, record: SessionRecord, now: float) -> None:
@@ -140,7 +152,8 @@ def _tenancy(machine: Machine, record: TenancyRecord, now: float) -> None:
         # The configuration no longer has the group; its ranks are found again by a scan.
         return
     place = Place.OFF if record.goal is Goal.OFF else Place.ON
-    tenancy = machine.tenancies.make(record.tenancy, place, record.lead)
+    lead = record.lead or machine.config.host
+    tenancy = machine.tenancies.make(record.tenancy, place, lead)
     coordinator, participant = tenancy.coordinator, tenancy.participant
     coordinator.stamp, coordinator.goal = record.stamp, record.goal
     coordinator.pinned, coordinator.stopped_at = record.pinned, now
@@ -178,7 +191,7 @@ def _lease(machine: Machine, record: LeaseRecord, now: float) -> None:
         # Its end could not be written.
         machine.unwritten.add([_end_of(record), SessionEndedRecord(session=record.session)])
         return
-    if any(group not in leasing.arbiters for group in record.groups):
+    if any(group not in machine.tenancies.order_of for group in record.groups):
         text, limit = "its group is no longer configured", machine.config.limits.max_answers
         ended = session.remember(
             record.lease, record.request, code="lease_ended", text=text, limit=limit
@@ -220,6 +233,40 @@ def _foreign_lease(machine: Machine, record: ForeignLeaseRecord) -> None:
     )
 
 
+def _have(machine: Machine, round_: Round, group: GroupName, token: Token) -> None:
+    """Let a round have a group that it held."""
+    leasing = machine.leasing
+    arbiter = leasing.arbiters.get(group)
+    if arbiter is not None:
+        arbiter.chosen = round_.id
+        return
+    there = Elsewhere(
+        arbiter=machine.tenancies.arbiter_of(group), token=token, committing=True, committed=True
+    )
+    round_.elsewhere[group], leasing.borrowed[group] = there, round_.id
+
+
+def _reservation(machine: Machine, record: ReservationRecord, now: float) -> None:
+    leasing = machine.leasing
+    if record.group not in leasing.arbiters:
+        machine.unwritten.add([replace(record, over=True)])
+        return
+    leasing.last_round = RoundId(leasing.last_round + 1)
+    round_ = leasing.stand_in(
+        record.host, record.round, record.group, record.job, leasing.last_round
+    )
+    round_.place, round_.asked_at = record.place, now
+    leasing.last_place = max(leasing.last_place, record.place)
+    if record.token is not None:
+        leasing.arbiters[record.group].chosen = round_.id
+        leasing.keep_for(round_, record.token)
+
+
+def _handover(machine: Machine, record: HandoverRecord) -> None:
+    assert record.to is not None, "a handover that is over is not kept"
+    machine.leads.resume(record, record.to)
+
+
 def _end_of(record: LeaseRecord) -> LeaseEndedRecord:
     return LeaseEndedRecord(
         lease=record.lease,
@@ -253,8 +300,8 @@ def _round(machine: Machine, record: LeaseRecord, session: Session, now: float) 
         machine.tenancies.regain_held(session.job, record.groups)
         round_.state, round_.tokens = RoundState.HELD, record.tokens
         round_.reserved = len(round_.groups)
-        for group in round_.groups:
-            leasing.arbiters[group].chosen = round_.id
+        for group, token in record.tokens:
+            _have(machine, round_, group, token)
     elif round_.place and round_.state is RoundState.GATHERING:
         round_.state = RoundState.QUEUED
     if record.ranks > 1:

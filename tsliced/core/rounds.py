@@ -16,6 +16,7 @@ from enum import Enum
 from tsliced.core.model import (
     Arrival,
     GroupName,
+    HostName,
     JobKey,
     LeaseId,
     Reason,
@@ -43,6 +44,22 @@ class RoundState(Enum):
 GATHERING, QUEUED, ASIDE, MOVING, GRANTING, HELD = RoundState
 
 _FIRST = Arrival.FIRST
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Elsewhere:
+    """What a round has of an arbiter on another host."""
+
+    arbiter: HostName
+    #: It is reserved.
+    token: Token | None = None
+    #: The arbiter was asked to keep it, ...
+    committing: bool = False
+    #: ... and does.
+    committed: bool = False
+    #: Hosts that move state which the job has there.
+    leads: tuple[HostName, ...] = ()
+    waiters: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,6 +98,20 @@ class Round:
     #: A turn that nobody asked for, without members: it is over after so long.
     turn_s: float | None = None
     turn_began_at: float = 0.0
+    #: By group: what it has of arbiters on other hosts.
+    elsewhere: dict[GroupName, Elsewhere] = field(default_factory=dict)
+    #: Hosts that were asked for what they move of its job, and whether they have answered.
+    ceding: dict[HostName, bool] = field(default_factory=dict)
+    #: It stands for one of another host, here for one group: which host, ...
+    home: HostName | None = None
+    #: ... and which round that is there.
+    home_round: RoundId | None = None
+    #: Its host was told that it has the group.
+    reserved_at_home: bool = False
+    #: Its host wants to keep it.
+    commit_asked: bool = False
+    #: What others on its devices were asked to take off, and have not answered.
+    clearing: set[tuple[JobKey, GroupName]] = field(default_factory=set)
     #: Since when it is held, moved on by what does not count; None: no limit, or not held.
     hold_from: float | None = None
     #: How long it may be held while others wait, as it was configured when it was granted.

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from tsliced.core.actions import Action, Record
 from tsliced.core.model import (
     Goal,
+    GroupName,
     HostName,
     ProcessId,
     RankState,
@@ -41,6 +42,8 @@ class Report:
     #: None: AT the goal. Else CANNOT, and why.
     failure: Reason | None
     states: tuple[tuple[ProcessId, RankState], ...]
+    #: Groups of the tenancy on which this host obeys somebody else.
+    disowned: tuple[GroupName, ...] = ()
 
 
 @value

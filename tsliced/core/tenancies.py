@@ -31,6 +31,7 @@ from tsliced.core.model import (
     Cause,
     FoundRank,
     Goal,
+    GroupName,
     HostName,
     JobKey,
     OpId,
@@ -67,6 +68,8 @@ class Tenancies(Abroad):
     signals: deque[Outcome] = field(default_factory=deque)
     #: Whose coordinator's deadline may have changed.
     touched: dict[TenancyKey, None] = field(default_factory=dict)
+    #: Of tenancies that are led here: groups on which other hosts obey somebody else.
+    disowned: dict[TenancyKey, dict[HostName, set[GroupName]]] = field(default_factory=dict)
     #: Jobs that another host's coordinator has moved all the way, or asked after.
     arrived: dict[JobKey, None] = field(default_factory=dict)
 
@@ -104,7 +107,7 @@ class Tenancies(Abroad):
         for key, tenancy in self.all.items():
             if not tenancy.led_here:
                 out += self.run([self.look(key)], now)
-            elif tenancy.participant.ranks or len(tenancy.coordinator.hosts) > 1:
+            elif tenancy.participant.ranks or tenancy.is_abroad:
                 self.touched[key] = None
                 out += self.run(tenancy.coordinator.ask(now=now), now)
         return out
@@ -134,11 +137,11 @@ class Tenancies(Abroad):
 
     def on_order(self, order: Order, lead: HostName, *, now: float) -> list[Effect]:
         """Take an order of another host's coordinator."""
-        if order.host != self.host:
+        if order.host != self.host or self.is_stale(order, lead):
             return []
         out: list[Effect] = []
         if self.take_in(order, lead, out) is None:
-            return []
+            return [Send(host=lead, message=self.refuse(order, lead))]
         return self.run([*out, order], now)
 
     def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
@@ -148,6 +151,8 @@ class Tenancies(Abroad):
             return []
         # Also what answers an order of before this host booted anew tells where ranks are.
         self.see_abroad(tenancy, host, report.states)
+        if report.disowned and report.stamp == tenancy.coordinator.stamp:
+            self.disowned.setdefault(report.tenancy, {})[host] = set(report.disowned)
         if not tenancy.coordinator.takes_part(host):
             return []
         effects = self._hear(report, tenancy, now)
@@ -204,13 +209,18 @@ class Tenancies(Abroad):
     def on_scanned(self, event: GroupsScanned, *, now: float) -> list[Effect]:
         """Take in who is on the devices, then let the one who asked go on."""
         out = self.observe(event.found)
-        if (tenancy := self.all.get(self.steps.pop(event.op))) is None:
-            # It has become a part of another one since.
+        if (tenancy := self._asker_of(event.op)) is None:
             return out
         if any(found.state is RankState.PARKED for found in event.found):
             tenancy.coordinator.on_parked_found()
         event = replace(event, found=tuple(self._identified(event.found, tenancy.key)))
         return out + self.run(tenancy.participant.on_scanned(event, now=now), now)
+
+    def _asker_of(self, op: OpId) -> Tenancy | None:
+        """Return the tenancy that a step was begun for; None: it is a part of another one now."""
+        tenancy = self.all.get(self.steps.pop(op))
+        pending = tenancy.participant.pending if tenancy is not None else None
+        return tenancy if pending is not None and pending.op == op else None
 
     def _identified(self, found: Iterable[FoundRank], asker: TenancyKey) -> Iterable[FoundRank]:
         """Add what is known here and a scan cannot tell: whose a process is, and who is parked.
@@ -242,7 +252,7 @@ class Tenancies(Abroad):
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Hand a step's result to its tenancy."""
-        if (tenancy := self.all.get(self.steps.pop(event.op))) is None:
+        if (tenancy := self._asker_of(event.op)) is None:
             return []
         return self.run(tenancy.participant.on_step(event, now=now), now)
 
@@ -333,15 +343,18 @@ class Tenancies(Abroad):
         """Hand a report to the coordinator that it is for, here or elsewhere."""
         tenancy = self.all[report.tenancy]
         if tenancy.led_here:
+            self.tell_arbiters(tenancy)
             return self._hear(report, tenancy, now)
         tenancy.coordinator.place = Place.OFF if tenancy.participant.away else Place.ON
         order = tenancy.participant.order
         assert order is not None, "only orders are answered"
-        if order.goal in (Goal.ON, Goal.OFF, Goal.QUERY) or report.stamp == NO_STAMP:
+        asked = report.stamp != NO_STAMP
+        if order.goal in (Goal.ON, Goal.OFF, Goal.QUERY) or not asked:
             self.arrived[tenancy.key.job] = None
-        if report.stamp == NO_STAMP:
-            # Nobody has asked for it.
+        if not asked or any(self.arbiter_of(group) != tenancy.lead for group in tenancy.reach):
+            # Not only who leads it has to know.
             self.tell_arbiters(tenancy)
+        if not asked:
             return []
         return [Send(host=tenancy.lead, message=report)]
 

@@ -57,6 +57,11 @@ class Tenancy:
         return self.lead == self.participant.host
 
     @property
+    def is_abroad(self) -> bool:
+        """Whether other hosts take part in moving it from here."""
+        return any(host != self.participant.host for host in self.coordinator.hosts)
+
+    @property
     def has_ranks(self) -> bool:
         """Whether a rank of it is known, on whatever host."""
         return bool(self.participant.ranks) or bool(self.abroad)

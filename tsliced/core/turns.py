@@ -28,8 +28,6 @@ from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
 
-NO_ROUND = RoundId(0)
-
 #: As with `RoundState`: every release asks for it.
 _OFF = Place.OFF
 
@@ -38,8 +36,6 @@ _OFF = Place.OFF
 class Turns(Holding):
     """The books of one host, with the turns in them that nobody asked for."""
 
-    #: Number of the latest round.
-    last_round: RoundId = NO_ROUND
     #: By round: the tenancy whose turn it is.
     turns: dict[RoundId, TenancyKey] = field(default_factory=dict)
     #: Parked tenancies whose jobs ask for nothing, and since when.

@@ -13,6 +13,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -20,6 +21,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
@@ -46,6 +48,10 @@ def subject_of(
             return job
         case ForeignLeaseRecord(lease=lease):
             return (ForeignLeaseRecord, lease)
+        case ReservationRecord(host=host, round=number, group=group):
+            return (ReservationRecord, host, number, group)
+        case HandoverRecord(tenancy=tenancy):
+            return (HandoverRecord, tenancy)
         case HostRecord(host=host):
             return (HostRecord, host)
         case StrangerRecord(job=job):

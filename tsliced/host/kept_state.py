@@ -12,6 +12,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -19,13 +20,23 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
     TenancyEndedRecord,
     TenancyRecord,
 )
-from tsliced.core.model import GroupName, HostName, JobKey, LeaseId, RankId, SessionId, TenancyKey
+from tsliced.core.model import (
+    GroupName,
+    HostName,
+    JobKey,
+    LeaseId,
+    RankId,
+    RoundId,
+    SessionId,
+    TenancyKey,
+)
 
 
 class KeptState:
@@ -41,6 +52,8 @@ class KeptState:
         self._ranks: dict[RankId, RankRecord] = {}
         self._foreign: dict[LeaseId, ForeignLeaseRecord] = {}
         self._hosts: dict[HostName, HostRecord] = {}
+        self._reservations: dict[tuple[HostName, RoundId, GroupName], ReservationRecord] = {}
+        self._handovers: dict[TenancyKey, HandoverRecord] = {}
         self._leases: dict[LeaseId, LeaseRecord] = {}
         #: By session and slot, so that a session's answers go with it in one step.
         self._ended: dict[SessionId, dict[int, LeaseEndedRecord]] = {}
@@ -82,6 +95,14 @@ class KeptState:
                 self._foreign.pop(record.lease, None)
             case ForeignLeaseRecord():
                 self._foreign[record.lease] = record
+            case ReservationRecord(over=True):
+                self._reservations.pop((record.host, record.round, record.group), None)
+            case ReservationRecord():
+                self._reservations[record.host, record.round, record.group] = record
+            case HandoverRecord(to=None):
+                self._handovers.pop(record.tenancy, None)
+            case HandoverRecord():
+                self._handovers[record.tenancy] = record
             case HostRecord():
                 self._hosts[record.host] = record
             case DrainRecord(drain=None):
@@ -106,6 +127,8 @@ class KeptState:
             *self._ranks.values(),
             *self._hosts.values(),
             *self._foreign.values(),
+            *self._reservations.values(),
+            *self._handovers.values(),
             *sorted(self._leases.values(), key=lambda lease: lease.round),
             *(ended for slots in self._ended.values() for ended in slots.values()),
         )

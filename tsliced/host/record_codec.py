@@ -19,6 +19,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -26,6 +27,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
@@ -55,6 +57,8 @@ _TAGS: Mapping[type[Record], int] = {
     RemainsRecord: 12,
     ForeignLeaseRecord: 13,
     HostRecord: 14,
+    ReservationRecord: 15,
+    HandoverRecord: 16,
 }
 
 #: By tag: the fields that layout 2 added at the end, with what the daemons before it meant.
@@ -78,10 +82,22 @@ def _adding(fields_by_tag: Mapping[int, Sequence[object]]) -> Callable[[Entry], 
     return migrate
 
 
+_add_by_3 = _adding(_ADDED_BY_3)
+
+
+def _to_3(entry: Entry) -> Entry:
+    tag, fields = _add_by_3(entry)
+    if tag == _TAGS[TenancyRecord]:
+        # A stamp begins with its term.
+        tenancy, stamp, *rest = fields
+        fields = [tenancy, [0, *items_of(stamp, 2)], *rest]
+    return tag, fields
+
+
 #: By schema version: what turns an entry of that version into one of the next. None drops it.
 MIGRATIONS: Mapping[int, Callable[[Entry], Entry | None]] = {
     1: _adding(_ADDED_BY_2),
-    2: _adding(_ADDED_BY_3),
+    2: _to_3,
 }
 
 #: Texts of errors may hold what the operating system gave us in no known encoding.

@@ -6,6 +6,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -13,6 +14,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
@@ -59,6 +61,14 @@ def keep(journal: dict[tuple[object, ...], Record], record: Record) -> None:
             journal["foreign", lease] = record
             if arbiter is None:
                 del journal["foreign", lease]
+        case ReservationRecord(host=host, round=number, group=group, over=over):
+            journal["reservation", host, number, group] = record
+            if over:
+                del journal["reservation", host, number, group]
+        case HandoverRecord(tenancy=tenancy, to=to):
+            journal["handover", tenancy] = record
+            if to is None:
+                del journal["handover", tenancy]
         case HostRecord(host=host):
             journal["host", host] = record
         case DrainRecord(group=group, drain=drain):

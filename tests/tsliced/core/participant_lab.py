@@ -85,7 +85,7 @@ class Lab:
         return process
 
     def stamp(self, step: int = 0) -> Stamp:
-        return Stamp(Counter(1, self.epoch), step)
+        return Stamp(0, Counter(1, self.epoch), step)
 
     def order(self, goal: Goal, *, step: int = 0) -> list[Effect]:
         """Order a goal; step 0 is a new epoch."""

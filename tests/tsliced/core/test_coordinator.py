@@ -115,7 +115,7 @@ GOAL_OF = {
 
 
 def stamp(epoch: int, step: int = 0) -> Stamp:
-    return Stamp(Counter(1, epoch), step)
+    return Stamp(0, Counter(1, epoch), step)
 
 
 def note(kind: str, epoch: int, *, level: str = "info", reason: str | None = None) -> Note:

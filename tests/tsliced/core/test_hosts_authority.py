@@ -51,7 +51,7 @@ from tsliced.core.signals import Order, Report
 RUNNING, PARKED = RankState.RUNNING, RankState.PARKED
 OTHER = GroupName("other")
 A = TenancyKey(job("a"), (G,))
-LATE = Stamp(Counter(99, 99), 0)
+LATE = Stamp(0, Counter(99, 99), 0)
 
 
 def three() -> Lab:
@@ -109,7 +109,7 @@ def test_an_order_of_an_earlier_epoch_is_refused() -> None:
     release(lab, first)
     ask(lab, "b")
     assert states(lab, ranks) == [PARKED, PARKED]
-    old = Stamp(Counter(0, 1), 0)
+    old = Stamp(0, Counter(0, 1), 0)
     say(lab, Order(host=N2, tenancy=A, stamp=old, goal=Goal.RESTORED), source=N1, target=N2)
     assert lab[N2].state(ranks[1]) is PARKED
 
@@ -146,6 +146,8 @@ def presence(group: GroupName) -> Presence:
         state=RUNNING,
         device_bytes=1,
         groups=(group,),
+        lead=N1,
+        term=0,
     )
     return Presence(group=group, ranks=(rank,), clients=(job("x"),), shortages=())
 

@@ -74,7 +74,7 @@ def tenancies(lab: Lab) -> list[dict[TenancyKey, set[ProcessId]]]:
 
 def order(lab: Lab, key: TenancyKey, goal: Goal, step: int = 0) -> None:
     """Let the second host have an order of the first."""
-    stamp = Stamp(LATE, step)
+    stamp = Stamp(0, LATE, step)
     lab[N2].feed(PeerSaid(host=N1, message=Order(host=N2, tenancy=key, stamp=stamp, goal=goal)))
 
 

@@ -186,7 +186,7 @@ def test_who_thawed_alone_obeys_no_order_of_that_epoch_any_more(goal: Goal) -> N
     lab[N2].pass_time(LIMITS.alone_s + 1.0)
     assert lab[N2].state(ranks[1]) is RUNNING
     step = order.stamp.step + (goal is Goal.OFF)
-    stale = replace(order, goal=goal, stamp=Stamp(order.stamp.epoch, step))
+    stale = replace(order, goal=goal, stamp=Stamp(order.stamp.term, order.stamp.epoch, step))
     lab[N2].outbox.clear()
     lab[N2].feed(PeerSaid(host=N1, message=stale))
     report = lab[N2].outbox[-1].message

@@ -138,7 +138,7 @@ def test_g6_an_order_that_is_repeated_is_answered_again_and_a_lower_one_is_refus
     assert order is not None
     assert answer == [BACK_NOW, FREE_DEVICE, lab.at()]
     assert lab.participant.on_order(order, now=0.0) == [lab.at()]
-    lower = Order(host=HOST, tenancy=KEY, stamp=Stamp(Counter(1, 0), 9), goal=Goal.OFF)
+    lower = Order(host=HOST, tenancy=KEY, stamp=Stamp(0, Counter(1, 0), 9), goal=Goal.OFF)
     assert lab.participant.on_order(lower, now=0.0) == []
     assert lab.participant.order == order
 

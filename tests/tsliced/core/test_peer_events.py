@@ -6,7 +6,7 @@ from world import World
 
 from tsliced.core.actions import Effects, HostRecord, Send
 from tsliced.core.events import PeerConnected, PeerDisconnected, PeerSaid
-from tsliced.core.messages import HeldLeases, LiveSessions
+from tsliced.core.messages import HeldLeases, LiveSessions, Reservations
 from tsliced.core.model import HostName
 
 OTHER = HostName("n2")
@@ -14,11 +14,12 @@ OTHER = HostName("n2")
 
 def test_a_host_that_nothing_is_shared_with_is_told_who_is_here_and_changes_nothing() -> None:
     world = World()
-    told = Send(host=OTHER, message=LiveSessions(sessions=()))
+    said = LiveSessions(sessions=()), Reservations(wanted=())
+    told = tuple(Send(host=OTHER, message=message) for message in said)
     first = world.feed(PeerConnected(host=OTHER, boot="b"))
-    assert first == Effects(records=(HostRecord(host=OTHER, boot="b"),), actions=(told,))
+    assert first == Effects(records=(HostRecord(host=OTHER, boot="b"),), actions=told)
     assert world.feed(PeerDisconnected(host=OTHER)) == Effects()
     again = world.feed(PeerConnected(host=OTHER, boot="b"))
-    assert again == Effects(actions=(told,)), "which run it is, is known"
+    assert again == Effects(actions=told), "which run it is, is known"
     effects = world.feed(PeerSaid(host=OTHER, message=LiveSessions(sessions=())))
     assert effects == Effects(actions=(Send(host=OTHER, message=HeldLeases(leases=())),))

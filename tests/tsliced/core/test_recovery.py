@@ -79,7 +79,9 @@ def lease(*, tokens: bool = False, place: int = 3, group: GroupName = G1) -> Lea
 
 
 def tenancy(goal: Goal, *, group: GroupName = G1) -> TenancyRecord:
-    return TenancyRecord(tenancy=TenancyKey(A, (group,)), stamp=Stamp(Counter(1, 3), 1), goal=goal)
+    return TenancyRecord(
+        tenancy=TenancyKey(A, (group,)), stamp=Stamp(0, Counter(1, 3), 1), goal=goal
+    )
 
 
 def rank(*, group: GroupName = G1) -> RankRecord:
@@ -140,7 +142,7 @@ def test_when_it_starts_it_watches_all_processes_once_and_asks_about_all_ranks()
     effects = made.handle(Started(), now=100.0)
     # A question leaves the order that stands.
     assert effects.records == (
-        TenancyRecord(tenancy=KEY, stamp=Stamp(Counter(1, 8), 0), goal=Goal.ON),
+        TenancyRecord(tenancy=KEY, stamp=Stamp(0, Counter(1, 8), 0), goal=Goal.ON),
     )
     watch, query, *_ = effects.actions
     assert watch == WatchProcess(process=P)

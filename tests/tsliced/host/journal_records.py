@@ -6,6 +6,7 @@ from tsliced.core.actions import (
     DrainRecord,
     FaultRecord,
     ForeignLeaseRecord,
+    HandoverRecord,
     HostRecord,
     LeaseEndedRecord,
     LeaseRecord,
@@ -13,6 +14,7 @@ from tsliced.core.actions import (
     RankRecord,
     Record,
     RemainsRecord,
+    ReservationRecord,
     SessionEndedRecord,
     SessionRecord,
     StrangerRecord,
@@ -95,7 +97,7 @@ def lease_ended(number: int, *, session: str = "s-1", slots: int = 128) -> Lease
 def tenancy(*, step: int = 1) -> TenancyRecord:
     return TenancyRecord(
         tenancy=TENANCY,
-        stamp=Stamp(Counter(7, 9), step),
+        stamp=Stamp(0, Counter(7, 9), step),
         goal=Goal.OFF,
         pinned=Reason(cause=Cause.UNSUPPORTED, text="CUDA IPC is in use", rank=RANK),
     )
@@ -146,6 +148,28 @@ def foreign_lease(*, over: bool = False) -> ForeignLeaseRecord:
     )
 
 
+def reservation(*, over: bool = False) -> ReservationRecord:
+    return ReservationRecord(
+        host=HostName("n2"),
+        round=RoundId(3),
+        group=TRAINER,
+        job=JOB,
+        place=4,
+        token=Counter(7, 6),
+        over=over,
+    )
+
+
+def handover(*, over: bool = False) -> HandoverRecord:
+    return HandoverRecord(
+        tenancy=TENANCY,
+        stamp=Stamp(2, Counter(0, 0), 0),
+        to=None if over else HostName("n2"),
+        on=True,
+        pinned=Reason(cause=Cause.NO_HOST_MEMORY, text="no room"),
+    )
+
+
 TENANCY_ENDED = TenancyEndedRecord(tenancy=TENANCY)
 RANK_ENDED = RankEndedRecord(rank=RANK)
 
@@ -160,6 +184,8 @@ STANDING: tuple[Record, ...] = (
     rank(),
     host(),
     foreign_lease(),
+    reservation(),
+    handover(),
     lease(1),
     lease(2),
     lease_ended(0),

@@ -10,10 +10,13 @@ from journal_records import (
     TENANCY_ENDED,
     drain,
     fault,
+    foreign_lease,
+    handover,
     lease,
     lease_ended,
     rank,
     remains,
+    reservation,
     session,
     session_ended,
     stranger,
@@ -51,13 +54,15 @@ def test_what_ended_is_gone() -> None:
         drain(over=True),
         stranger(gone=True),
         remains(over=True),
+        foreign_lease(over=True),
+        reservation(over=True),
+        handover(over=True),
         session_ended("s-1"),
     )
+    begun = (tenancy(), rank(), fault(), stranger(), remains(), session("s-1"))
+    of_other_hosts = (foreign_lease(), reservation(), handover())
     assert standing_after(*ends) == ()
-    assert (
-        standing_after(tenancy(), rank(), fault(), stranger(), remains(), session("s-1"), *ends)
-        == ()
-    )
+    assert standing_after(*begun, *of_other_hosts, *ends) == ()
 
 
 def test_the_end_of_a_lease_takes_the_lease_away_and_stays_as_the_answer() -> None:

@@ -45,7 +45,7 @@ LAYOUT = Path(__file__).with_name("peer_layout.txt")
 
 JOB = JobKey("lab", 1000, "train")
 TENANCY = TenancyKey(JOB, (GroupName("both"),))
-STAMP = Stamp(Counter(7, 12), 2)
+STAMP = Stamp(0, Counter(7, 12), 2)
 PROCESS = ProcessId(4711, 123456)
 ORDER = Order(host=N2, tenancy=TENANCY, stamp=STAMP, goal=Goal.FROZEN)
 REPORT = Report(
@@ -65,6 +65,8 @@ PRESENCE = Presence(
             state=RankState.RUNNING,
             device_bytes=1 << 40,
             groups=(GroupName("both"),),
+            lead=N2,
+            term=1,
         ),
     ),
     clients=(JOB,),
@@ -205,9 +207,10 @@ def _with(message: PeerMessage, path: tuple[int, ...], value: object) -> tuple[s
         (ORDER, (0, 1), ["\x1b[2J"]),
         (ORDER, (0, 1), {}),
         (ORDER, (0, 1), ["g"] * (MAX_ITEMS + 1)),
-        (ORDER, (1, 0, 0), 1 << 32),
-        (ORDER, (1, 0, 1), -1),
-        (ORDER, (1, 1), 1.5),
+        (ORDER, (1, 0), -1),
+        (ORDER, (1, 1, 0), 1 << 32),
+        (ORDER, (1, 1, 1), -1),
+        (ORDER, (1, 2), 1.5),
         (ORDER, (2,), "sideways"),
         (ORDER, (2,), []),
         (REPORT, (2,), []),

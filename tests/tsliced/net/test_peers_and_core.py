@@ -46,7 +46,7 @@ from tsliced.net.peer_messages import (
 )
 
 TENANCY = TenancyKey(JobKey("", 1000, "train"), (GroupName("both"),))
-ORDER = Order(host=N2, tenancy=TENANCY, stamp=Stamp(Counter(1, 2), 3), goal=Goal.OFF)
+ORDER = Order(host=N2, tenancy=TENANCY, stamp=Stamp(0, Counter(1, 2), 3), goal=Goal.OFF)
 NOTHING_HELD = LiveSessions(sessions=())
 UP1, DOWN1 = PeerConnected(host=N1, boot="n1"), PeerDisconnected(host=N1)
 
@@ -60,7 +60,7 @@ def changed(side: Side, before: list[PeerEvent]) -> bool:
 
 
 def report(step: int) -> Report:
-    stamp = Stamp(Counter(1, 2), step)
+    stamp = Stamp(0, Counter(1, 2), step)
     return Report(host=N1, tenancy=TENANCY, stamp=stamp, failure=None, states=())
 
 
