@@ -173,6 +173,26 @@ def test_a_stranger_on_a_device_of_one_host_keeps_all_off_and_is_named_g1(hosts:
     assert job.do("acquire", groups="all", timeout=20)["state"] == "held"
 
 
+def test_a_rank_that_comes_late_on_one_host_is_taken_off_with_the_others_g1(hosts: Hosts) -> None:
+    job = Gang("late", hosts["n1"], hosts.all, group="all").load()
+    late = hosts["n3"].rank("late")
+    late.do("called")  # it runs, and has no context
+    hosts["n2"].fault(f"lock {job.ranks['n2'].pid} * delay:700")
+    waiter = hosts["n2"].rank("waiter")
+    asked = waiter.start("acquire", groups="all", timeout=60)
+    frozen = partial(told_of, hosts, "late", "operation", of=hosts["n3"])
+    until(frozen, "all of n3 that was known is frozen")
+    late.do("context")
+    late.do("fill", mib=8, seed=9)
+    digest = late.do("digest")
+    assert asked.wait()["state"] == "held"
+    assert hosts.states() == dict.fromkeys({*job.pids, late.pid}, "parked")
+    assert hosts["n3"].used_bytes() == 0
+    waiter.do("release")
+    job.turn()
+    assert late.do("digest") == digest
+
+
 def test_nobody_is_let_on_while_a_host_is_silent_and_who_holds_keeps_its_lease(
     hosts: Hosts,
 ) -> None:
