@@ -322,7 +322,7 @@ def kill_in_each_step(
     """Lets two jobs take turns, and ends a daemon while one host is in each step of such a move."""
     for call, verb in STEPS.items():
         slowed = leaves if call in ("lock", "checkpoint") else comes
-        slow.fault(f"{call} {slowed.ranks[slow.name].pid} * delay:500")
+        slow.fault(f"{call} {slowed.ranks[slow.name].pid} * delay:300")
         asked = comes.ask()
         until(partial(_is_in, slow, verb), f"{slow.name} is in {verb}")
         killed.kill_daemon()

@@ -44,7 +44,7 @@ def test_two_jobs_over_three_hosts_alternate_and_keep_their_state_g12(
     second = Gang(f"b-{driver}", hosts[driver], hosts.all, group="all").load(mib=STATE_MIB)
     tokens = []
     comes, leaves = first, second
-    for _ in range(4):
+    for _ in range(3):
         lease = comes.acquire()
         tokens.append(lease["tokens"]["all"])
         assert lease["restored"] is True
