@@ -11,7 +11,11 @@ import pytest
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "known-cases.md"
-CASES = [*(f"B{number}" for number in range(1, 29)), *"abcefghijklmn"]
+CASES = [
+    *(f"B{number}" for number in range(1, 29)),
+    *"abcefghijklmn",
+    *(f"E{number}" for number in range(1, 11)),
+]
 ROW = re.compile(r"^\| (\w+) \| (.+) \| (.+) \|$")
 NAMED = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")
 #: Other files in which a case is lived through are found by their name.
