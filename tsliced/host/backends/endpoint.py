@@ -383,10 +383,11 @@ class _Engine:
             elif share <= 1 - self._settings.min_freed_ratio:
                 if is_over or self.place is Place.RELEASING:
                     self._set(Place.RELEASED)
-            elif share >= WHOLE_RATIO and (is_over or self.place is Place.OCCUPYING):
-                if self.place is Place.RELEASING and self._engine.may_be_asked_again:
-                    return
-                self._set(Place.PAUSED)
+            elif share >= WHOLE_RATIO and not self._engine.may_be_asked_again:
+                # Of one that may be asked again that is not taken for the end: it may have to read
+                # its weights yet.
+                if is_over or self.place is Place.OCCUPYING:
+                    self._set(Place.PAUSED)
             elif is_over:
                 return
             await asyncio.sleep(POLL_S)
