@@ -39,7 +39,7 @@ CAUSES = {
 }
 #: Whether groups are on several hosts, and have their arbiters on different ones. Without that,
 #: several hosts are several daemons that hear of each other.
-SPANNING, APART = True, False
+SPANNING, APART = True, True
 #: Phases that come to pass less often than they are aimed at, or are soon over.
 WEIGHTS = {Place.WITHDRAWING: 4, Place.RESTORING: 3, Place.THAWING: 3, Place.ASKING: 2}
 PHASES = tuple(place for place in Place if place is not Place.BLOCKED)

@@ -168,6 +168,8 @@ class Abroad(Homes):
     def follow(self, tenancy: Tenancy, lead: HostName, stamp: Stamp) -> list[Effect]:
         """Let another host move a tenancy from now on."""
         coordinator = tenancy.coordinator
+        self.unclaim(tenancy.key)
+        self.unled[tenancy.key.job] = None
         for rank in tenancy.abroad:
             del self.abroad[rank]
         tenancy.abroad, tenancy.shortages = {}, {}

@@ -98,6 +98,8 @@ class Clearing(Lending):
         round_ = self.rounds.get(round_id)
         if round_ is None or host not in round_.ceding:
             return None
+        # It moves nothing more of the job there.
+        self.tenancies.forget_claim(host, round_.job, round_.groups)
         if host in self.tenancies.leads_of(round_.job, round_.groups):
             # It has yet to hear of what it moves.
             del round_.ceding[host]

@@ -409,6 +409,8 @@ class Coordinator:
 
     def _decide(self, now: float) -> list[Effect]:
         self.reason = None
+        # All have answered: whether anything of it is parked is known from now on.
+        self._off_ordered = RankState.PARKED in self._states()
         if all(state is RankState.PARKED for state in self._states()):
             return self._turn(Place.WITHDRAWING, now)
         return self._turn(Place.TURNING_BACK, now)

@@ -69,6 +69,12 @@ class Homes:
     hosts_of: Mapping[GroupName, tuple[HostName, ...]] = field(default_factory=dict)
     #: Ranks on other hosts, of tenancies that are led here.
     abroad: dict[RankId, TenancyKey] = field(default_factory=dict)
+    #: By job and group of an arbiter here: other hosts that move the job there, if it is there.
+    claimed: dict[tuple[JobKey, GroupName], dict[HostName, None]] = field(default_factory=dict)
+    #: Jobs of which this host no longer moves something that it moved.
+    unled: dict[JobKey, None] = field(default_factory=dict)
+    #: Groups of arbiters elsewhere on which this host no longer moves what it moved.
+    unclaimed: dict[GroupName, None] = field(default_factory=dict)
     #: By group: ranks on other hosts that others than this one move.
     guests: dict[GroupName, dict[RankId, Guest]] = field(default_factory=dict)
     #: On their way to other hosts' coordinators, which have not taken them yet.
@@ -263,6 +269,7 @@ class Homes:
         """Return the other hosts that move what a job has on groups of arbiters of this host."""
         leads: dict[HostName, None] = {}
         for group in groups:
+            leads |= self.claimed.get((job, group), {})
             for tenancy in self.by_group[group].values():
                 elsewhere = tenancy.key.job == job and not tenancy.led_here
                 if elsewhere and self._is_left(tenancy):
@@ -291,6 +298,8 @@ class Homes:
         covered = False
         guests = [guest for group in groups for guest in self.guests.get(group, {}).values()]
         if any(guest.job == job or guest.state.holds_device for guest in guests):
+            return False
+        if self.claimed and any((job, group) in self.claimed for group in groups):
             return False
         for group in groups:
             for tenancy in self.by_group[group].values():
@@ -396,6 +405,9 @@ class Homes:
     def _forget(self, tenancy: Tenancy) -> None:
         self.tell_arbiters(tenancy)
         key = tenancy.key
+        if tenancy.led_here:
+            self.unclaim(key)
+            self.unled[key.job] = None
         del self.all[key]
         of_job = self.by_job[key.job]
         del of_job[key]
@@ -403,6 +415,19 @@ class Homes:
             del self.by_job[key.job]
         for group in tenancy.reach:
             del self.by_group[group][key]
+
+    def forget_claim(self, host: HostName, job: JobKey, groups: Iterable[GroupName]) -> None:
+        """Know that another host does not move a job on groups of arbiters here."""
+        for group in groups:
+            hosts = self.claimed.get((job, group), {})
+            hosts.pop(host, None)
+            if not hosts:
+                self.claimed.pop((job, group), None)
+
+    def unclaim(self, key: TenancyKey) -> None:
+        """Let arbiters elsewhere know that this host does not move a tenancy any more."""
+        elsewhere = (group for group in key.groups if self.arbiter_of(group) != self.host)
+        self.unclaimed.update(dict.fromkeys(elsewhere))
 
     def drop_unused(self, job: JobKey, *, abandoned: bool) -> list[Effect]:
         """Forget a job's tenancies that have no ranks and are off. `abandoned`: no session left.

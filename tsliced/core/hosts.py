@@ -119,6 +119,9 @@ class Hosts:
 
     def _on_connected(self, host: HostName, boot: str, now: float) -> None:
         links = self.links
+        if host in links.up:
+            # Another connection takes the place of one that was not seen to end.
+            self._on_disconnected(host, now)
         if links.boots.get(host) != boot:
             if host in links.boots and host not in links.dead:
                 self._on_died(host, f"host {host} has booted anew", now)
@@ -212,6 +215,7 @@ class Hosts:
         self.remains.on_host_died(host, now)
         for round_ in leasing.borrowed_by(host):
             leasing.end_borrower(round_, now)
+        leasing.forget_claims(host)
         for round_ in leasing.on_arbiter_died(host):
             leasing.lose_held(round_, text, now)
         self.tenancies.drop_guests(lambda rank, _: rank.host == host)
@@ -334,6 +338,7 @@ class Hosts:
                 if known is not None:
                     leasing.end_borrower(leasing.rounds[known], now)
             case Reservations():
+                leasing.note_claims(host, message.claims)
                 for round_ in leasing.unwanted(host, message):
                     leasing.end_borrower(round_, now)
             case _:
@@ -490,12 +495,22 @@ class Hosts:
     def _note_clients(self, host: HostName, presence: Presence, now: float) -> None:
         group = presence.group
         before = self.remains.clients_abroad.get((host, group), frozenset())
-        clients = self.remains.clients_abroad[host, group] = frozenset(presence.clients)
+        # Those of jobs that others move are these others' business.
+        clients = frozenset(job for job in presence.clients if self.tenancies.led_on(job, group))
+        self.remains.clients_abroad[host, group] = clients
         for job in sorted(before ^ clients):
             if job in clients:
                 self.remains.on_opened(job)
             else:
                 self.remains.on_left(job, now)
+
+    def forget_clients(self) -> None:
+        """Know nothing more of the clients of jobs that are not moved from here any more."""
+        tenancies, abroad = self.tenancies, self.remains.clients_abroad
+        for (host, group), jobs in abroad.items():
+            gone = {j for j in jobs & tenancies.unled.keys() if not tenancies.led_on(j, group)}
+            abroad[host, group] = jobs - gone
+        tenancies.unled.clear()
 
     def _find_strays(self, host: HostName, group: GroupName, now: float) -> None:
         """Bring together what is not where its tenancy is, since a host went its own way."""

@@ -248,6 +248,11 @@ class Leads:
         if any(to != host for to in going.values()):
             return
         del self.asked[host, cede.round]
+        blocked = next((t for t in concerned if t.coordinator.place is Place.BLOCKED), None)
+        if blocked is not None:
+            # What is left of its last move may still be under way.
+            self._refuse(host, cede, "blocked", str(blocked.coordinator.reason))
+            return
         try:
             parts = [
                 part
@@ -256,10 +261,6 @@ class Leads:
             ]
         except Bound as bound:
             self._refuse(host, cede, "refused", str(bound.reason))
-            return
-        blocked = next((part for part in parts if part.coordinator.place is Place.BLOCKED), None)
-        if blocked is not None:
-            self._refuse(host, cede, "blocked", str(blocked.coordinator.reason))
             return
         before = self.due.get((host, cede.round), (cede.job, []))[1]
         keys = dict.fromkeys([*before, *going, *(part.key for part in parts)])

@@ -19,6 +19,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tsliced.core.actions import Note, ReservationRecord
@@ -99,10 +100,49 @@ class Lending(Watchdogs):
             for group, there in round_.elsewhere.items()
             if there.arbiter == host
         ]
-        pairs = tuple((round_.id, group) for round_, group, _ in wanted)
-        self.say(host, Reservations(wanted=pairs))
+        self.tell_reservations(host)
         for round_, group, there in wanted:
             self._want(round_, group, there)
+
+    def tell_reservations(self, host: HostName) -> None:
+        """Tell an arbiter all that rounds of here have and want of it, and whom this host moves."""
+        rounds, arbiter_of = self.rounds.values(), self.tenancies.arbiter_of
+        wanted = [
+            (round_, group)
+            for round_ in rounds
+            for group, there in round_.elsewhere.items()
+            if there.arbiter == host
+        ]
+        claims = {
+            (key.job, group): None
+            for key, tenancy in self.tenancies.all.items()
+            for group in (key.groups if tenancy.led_here else ())
+            if arbiter_of(group) == host
+        }
+        # Those of whom it will move something soon, too.
+        claims |= {(round_.job, group): None for round_, group in wanted}
+        pairs = tuple((round_.id, group) for round_, group in wanted)
+        self.say(host, Reservations(wanted=pairs, claims=tuple(claims)))
+
+    def tell_unclaimed(self) -> None:
+        """Let arbiters elsewhere know of what this host does not move any more."""
+        tenancies = self.tenancies
+        for host in dict.fromkeys(map(tenancies.arbiter_of, tenancies.unclaimed)):
+            self.tell_reservations(host)
+        tenancies.unclaimed.clear()
+
+    def note_claims(self, host: HostName, claims: Iterable[tuple[JobKey, GroupName]]) -> None:
+        """Know whom another host moves on groups of arbiters here: just these."""
+        known = self.tenancies.claimed
+        self.forget_claims(host)
+        for job, group in claims:
+            if group in self.arbiters:
+                known.setdefault((job, group), {})[host] = None
+
+    def forget_claims(self, host: HostName) -> None:
+        """Know that another host moves nobody on groups of arbiters here."""
+        for job, group in list(self.tenancies.claimed):
+            self.tenancies.forget_claim(host, job, [group])
 
     def _there(self, host: HostName, round_id: RoundId, group: GroupName) -> Elsewhere | None:
         round_ = self.rounds.get(round_id)
@@ -230,6 +270,9 @@ class Lending(Watchdogs):
         """Let a round of another host have a group until it gives it back."""
         round_.state, round_.reserved, round_.reserved_at_home = HELD, 1, True
         round_.tokens = ((round_.groups[0], token),)
+        assert round_.home is not None
+        claim = round_.job, round_.groups[0]
+        self.tenancies.claimed.setdefault(claim, {})[round_.home] = None
         self.out.append(reservation_of(round_))
 
     def lend(self, round_: Round) -> None:

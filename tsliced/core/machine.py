@@ -408,6 +408,9 @@ class Machine:
             for job in tenancies.arrived:
                 leasing.tidy(job)
             tenancies.arrived.clear()
+        if tenancies.unled:
+            self.hosts.forget_clients()
+            leasing.tell_unclaimed()
         if tenancies.untold:
             self.hosts.tell_presence()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:

@@ -178,6 +178,8 @@ class Reservations:
     """All that rounds of the host that says so have or want of the arbiter that it goes to."""
 
     wanted: tuple[tuple[RoundId, GroupName], ...]
+    #: Jobs that the host moves on the arbiter's groups, or will, with ranks there or without.
+    claims: tuple[tuple[JobKey, GroupName], ...] = ()
 
 
 @value

@@ -351,8 +351,9 @@ class Tenancies(Abroad):
         asked = report.stamp != NO_STAMP
         if order.goal in (Goal.ON, Goal.OFF, Goal.QUERY) or not asked:
             self.arrived[tenancy.key.job] = None
-        if not asked or any(self.arbiter_of(group) != tenancy.lead for group in tenancy.reach):
-            # Not only who leads it has to know.
+        others = any(self.arbiter_of(group) != tenancy.lead for group in tenancy.reach)
+        if not asked or others or order.goal is Goal.QUERY:
+            # Not only who leads it has to know, or that may not know who there is.
             self.tell_arbiters(tenancy)
         if not asked:
             return []
