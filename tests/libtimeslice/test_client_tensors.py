@@ -311,32 +311,35 @@ def test_memory_that_is_short_is_refused_and_all_stays_where_it_was_g12() -> Non
     assert run(SHORT) == ["whole"]
 
 
-#: Prints for few and for many tensors the best of several, in GB/s: a copy of as many pieces of
-#: memory by memcpy, the way out, and the way back.
+#: Prints for few and for many tensors the medians of several, in GB/s: a copy of as many pieces of
+#: memory by memcpy, the way out, and the way back. What counts is the thread's own time: it moves
+#: alone, and others on the machine are none of its doing.
 SPEED = """
-import ctypes, time
+import ctypes, statistics, time
 import torch
 from libtimeslice.tensors import Tensors
 
-total, rounds = 256 << 20, 7
-torch.set_num_threads(1)
+total, rounds = 256 << 20, 9
 to, source = [torch.ones(total, dtype=torch.uint8) for _ in range(2)]
 
 def memcpy(many):
-    begun, each = time.perf_counter(), total // many
+    each = total // many
     for at in range(0, many * each, each):
         ctypes.memmove(to.data_ptr() + at, source.data_ptr() + at, each)
-    return many * each / (time.perf_counter() - begun) / 1e9
+
+def rate(move, *arguments):
+    begun = time.thread_time()
+    move(*arguments)
+    return total / (time.thread_time() - begun) / 1e9
 
 for many in (10, 640):
     tensors = Tensors("cpu")
     tensors.add([[torch.ones(total // many // 4) for _ in range(many)]], None, None)
-    best = [0.0] * 3
-    for number in range(rounds):
-        figures = [memcpy(many), tensors.park().gb_per_s, tensors.unpark().gb_per_s]
-        if number:
-            best = [max(pair) for pair in zip(best, figures)]
-    print(*best)
+    figures = [
+        (rate(memcpy, many), rate(tensors.park), rate(tensors.unpark)) for _ in range(rounds)
+    ]
+    # In the first rounds pages come from the kernel.
+    print(*map(statistics.median, zip(*figures[rounds // 2 :])))
 """
 #: The C library's allocator gives nothing back to the kernel, as torch's for CUDA keeps what is
 #: freed: else the way back is mostly the kernel's zeroing of pages.
@@ -346,7 +349,7 @@ KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 def test_a_move_takes_little_longer_than_a_copy_also_of_many_small_tensors() -> None:
     for line in run(SPEED, **KEEPING):
         memcpy, out, back = map(float, line.split())
-        assert min(out, back) > 0.5 * memcpy, line
+        assert min(out, back) > 0.7 * memcpy, line
 
 
 def test_a_refusal_carries_a_code_of_the_wire() -> None:
