@@ -452,9 +452,15 @@ class TimeSlice(BaseClient):
 
     # -- releasing
 
+    def _grants_of(self, lease: Lease) -> list[Grant]:
+        """What a lease stands on, or was given for it when an interrupt came before it did."""
+        self._session.asking.pop(lease, None)  # the same interrupt may have come before this, too
+        given = [g for g in list(self._session.grants.values()) if lease in g.holders]
+        return [*lease._grants, *(grant for grant in given if grant not in lease._grants)]
+
     def _release(self, lease: Lease) -> Released | None:
         answer = None
-        for grant in reversed(lease._grants):
+        for grant in reversed(self._grants_of(lease)):
             with self._lock:
                 grant.holders.discard(lease)
             if not grant.holders:
@@ -463,7 +469,7 @@ class TimeSlice(BaseClient):
 
     def _release_in_haste(self, lease: Lease) -> None:
         """Finishes a release that was interrupted anywhere, without waiting for the answer."""
-        for grant in lease._grants:
+        for grant in self._grants_of(lease):
             with self._lock:
                 grant.holders.discard(lease)
                 if not grant.holders:

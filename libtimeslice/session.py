@@ -203,8 +203,8 @@ class Session:
 
     def watchdog_news(self) -> Message | None:
         """A notice for the daemon, if the watchdogs of this process are others than it was told."""
-        if "torch.distributed" not in sys.modules:
-            # What it was started with it said in its hello.
+        if "torch.distributed" not in sys.modules or self.session is None:
+            # What it was started with it says in its hello.
             return None
         limit_s = watchdogs.limit_s()
         if limit_s == self._watchdog_s:

@@ -163,7 +163,6 @@ class Cause(Enum):
     DRAINED = "drained"
     DEVICE_LOST = "device_lost"
     WATCHDOG = "watchdog"
-    HOST_LOST = "host_lost"
 
 
 #: Causes that another try cannot mend.

@@ -58,6 +58,12 @@ class Place:
         async def run() -> None:
             devices = Devices(str(self.library.with_name("libnvidia-ml.so.1")))
             await devices.start()
+            try:
+                await run_on(devices)
+            finally:
+                await devices.close()
+
+        async def run_on(devices: Devices) -> None:
             backend = kind(
                 BackendContext(
                     directory=self.directory,
@@ -73,7 +79,6 @@ class Place:
             finally:
                 workers = [] if leave else self.host.workers()
                 await backend.close()
-                await devices.close()
                 await until(lambda: not any(map(exists, workers)), "all are reaped")
 
         asyncio.run(run())
