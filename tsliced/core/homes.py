@@ -296,8 +296,7 @@ class Homes:
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
         """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""
         covered = False
-        guests = [guest for group in groups for guest in self.guests.get(group, {}).values()]
-        if any(guest.job == job or guest.state.holds_device for guest in guests):
+        if self.guests and self._meets_guests(job, groups):
             return False
         if self.claimed and any((job, group) in self.claimed for group in groups):
             return False
@@ -314,6 +313,11 @@ class Homes:
                     # Another one of the job is here because a rank of it binds the groups.
                     return False
         return covered
+
+    def _meets_guests(self, job: JobKey, groups: Iterable[GroupName]) -> bool:
+        """Whether others move something of a job on groups, or have somebody on their devices."""
+        guests = (guest for group in groups for guest in self.guests.get(group, {}).values())
+        return any(guest.job == job or guest.state.holds_device for guest in guests)
 
     def _divide(self, tenancy: Tenancy, wanted: set[GroupName]) -> list[Effect]:
         parts = [wanted.intersection(tenancy.key.groups), set(tenancy.key.groups) - wanted]

@@ -94,25 +94,22 @@ class Lending(Watchdogs):
 
     def on_arbiter_connected(self, host: HostName) -> None:
         """Let an arbiter know what rounds of here have and want of it, and ask again."""
-        wanted = [
+        self.tell_reservations(host)
+        for round_, group, there in self._wanted_of(host):
+            self._want(round_, group, there)
+
+    def _wanted_of(self, host: HostName) -> list[tuple[Round, GroupName, Elsewhere]]:
+        """Return what rounds of here have and want of an arbiter elsewhere."""
+        return [
             (round_, group, there)
             for round_ in self.rounds.values()
             for group, there in round_.elsewhere.items()
             if there.arbiter == host
         ]
-        self.tell_reservations(host)
-        for round_, group, there in wanted:
-            self._want(round_, group, there)
 
     def tell_reservations(self, host: HostName) -> None:
         """Tell an arbiter all that rounds of here have and want of it, and whom this host moves."""
-        rounds, arbiter_of = self.rounds.values(), self.tenancies.arbiter_of
-        wanted = [
-            (round_, group)
-            for round_ in rounds
-            for group, there in round_.elsewhere.items()
-            if there.arbiter == host
-        ]
+        arbiter_of, wanted = self.tenancies.arbiter_of, self._wanted_of(host)
         claims = {
             (key.job, group): None
             for key, tenancy in self.tenancies.all.items()
@@ -120,8 +117,8 @@ class Lending(Watchdogs):
             if arbiter_of(group) == host
         }
         # Those of whom it will move something soon, too.
-        claims |= {(round_.job, group): None for round_, group in wanted}
-        pairs = tuple((round_.id, group) for round_, group in wanted)
+        claims |= {(round_.job, group): None for round_, group, _ in wanted}
+        pairs = tuple((round_.id, group) for round_, group, _ in wanted)
         self.say(host, Reservations(wanted=pairs, claims=tuple(claims)))
 
     def tell_unclaimed(self) -> None:

@@ -388,12 +388,11 @@ class Machine:
             self.hosts.tell_presence()
         if leasing.todo or leasing.vacated:
             leasing.work_off(now)
-        self._hear_coordinators(now)
-        if leasing.borrowers:
-            self.leads.offer()
-        while self.leads.waiting and self.leads.settle(now):
-            leasing.work_off(now)
+        if tenancies.signals:
             self._hear_coordinators(now)
+        if tenancies.links.boots:
+            # Nobody else leaves anything to be done here for other hosts.
+            self._settle_leads(now)
         if leasing.left:
             for job in leasing.left:
                 self.remains.on_left(job, now)
@@ -415,6 +414,14 @@ class Machine:
             self.hosts.tell_presence()
         if self.numbers.low and (ask := self.numbers.ask()) is not None:
             leasing.out.append(ask)
+
+    def _settle_leads(self, now: float) -> None:
+        """Do what other hosts wait for, where nothing moves any more."""
+        if self.leasing.borrowers:
+            self.leads.offer()
+        while self.leads.waiting and self.leads.settle(now):
+            self.leasing.work_off(now)
+            self._hear_coordinators(now)
 
     def _hear_coordinators(self, now: float) -> None:
         tenancies = self.tenancies
