@@ -14,9 +14,9 @@ from net_hosts import Gang, Hosts, NetHost, at, linked_hosts
 #: Two of these do not fit on a device of 64 MiB.
 STATE_MIB = 40
 SETTINGS = {
-    "groups.all": {"devices": ["n1:0", "n2:0", "n3:0"]},
-    "groups.pair": {"devices": ["n1:1", "n2:1"]},
-    "groups.single": {"devices": ["n3:1"]},
+    "groups.all": {"devices": ["n1:0", "n2:0", "n3:0"], "order": 1},
+    "groups.single": {"devices": ["n3:1"], "order": 2},
+    "groups.pair": {"devices": ["n1:1", "n2:1"], "order": 3},
 }
 
 
@@ -123,6 +123,26 @@ def test_an_acquire_that_ends_in_a_time_out_on_another_host_leaves_nothing_g5(
     assert hosts["n1"].group("all")["waiters"] == 0
     holder.do("release")
     assert hosts["n3"].rank("next").do("acquire", groups="all", timeout=5)["state"] == "held"
+
+
+def test_inside_of_a_lease_nobody_waits_against_the_order_at_any_host(
+    hosts: Hosts,
+) -> None:
+    """`all` is arbitrated by n1, `single` by n3, and `pair`, which comes after both, by n1."""
+    nested, other = hosts["n2"].rank("nested"), hosts["n3"].rank("other")
+    nested.do("acquire", groups="pair", timeout=20)
+    inner = nested.do("acquire", groups=["all", "single"], timeout=20)
+    assert inner["state"] == "held", "nothing has to be waited for"
+    nested.do("release")
+    other.do("acquire", groups="single", timeout=20)
+    with pytest.raises(RankError) as caught:
+        nested.do("acquire", groups=["all", "single"], timeout=20)
+    assert caught.value.code == "would_deadlock"
+    assert "comes before pair" in str(caught.value)
+    waits = other.start("acquire", groups="pair", timeout=20)
+    until(lambda: hosts["n1"].group("pair")["waiters"] == 1, "who is in the order waits")
+    nested.do("release")
+    assert waits.wait()["state"] == "held"
 
 
 def test_one_host_shows_who_holds_and_who_waits_on_all(hosts: Hosts) -> None:

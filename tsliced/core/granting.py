@@ -120,6 +120,9 @@ class Granting(Clearing):
     def _let_back(self, now: float) -> None:
         for round_ in self.come_back():
             self.advance(round_, now)
+        for round_ in [self.rounds[number] for number in self.aside]:
+            if round_.must_not_wait:
+                self._refuse_nested(round_, now)
 
     # --- the way of a round -------------------------------------------------------------------
 
@@ -133,15 +136,25 @@ class Granting(Clearing):
             round_.state, round_.asked_at = QUEUED, now
             round_.place = self.last_place
         self.advance(round_, now)
-        if round_.state in (QUEUED, ASIDE):
-            self._refuse_nested(round_, now)
         if placed and round_.state is not HELD:
             # The place is all its members'; none is left here if it was refused at once.
             for lease in round_.members.values():
                 self.keep_lease(lease)
 
+    def _waits(self, round_: Round) -> bool:
+        """Whether a round has to wait for somebody else's to end, as far as is known here."""
+        if round_.state is not QUEUED:
+            return round_.state is ASIDE
+        wants = round_.groups[round_.reserved :]
+        # An arbiter elsewhere knows itself whether a round has to wait there.
+        return bool(wants) and wants[0] not in round_.elsewhere
+
     def _refuse_nested(self, round_: Round, now: float) -> None:
         """Let nobody wait for a group who holds one that comes after it: others wait in order."""
+        if round_.home is not None:
+            text = f"{round_.groups[0]} must be waited for"
+            self._refuse_round(round_, "would_deadlock", text, now)
+            return
         for lease in list(round_.members.values()):
             if (held := lease.out_of_order) is not None:
                 first = lease.groups[0]
@@ -157,6 +170,9 @@ class Granting(Clearing):
         """Take a round as far as it can go now."""
         if round_.state is QUEUED and self._reserve(round_, now):
             round_.state, round_.switch_began_at = MOVING, now
+        elif self._waits(round_) and round_.must_not_wait:
+            self._refuse_nested(round_, now)
+            return
         if round_.state is HELD and round_.home is not None:
             # Whoever came onto the devices before it came up leaves them.
             self._clear_for(round_, round_.home, now)
@@ -274,8 +290,15 @@ class Granting(Clearing):
         """A round cannot have a group of an arbiter elsewhere."""
         round_ = self.rounds.get(message.round)
         there = round_.elsewhere.get(message.group) if round_ is not None else None
-        if round_ is not None and there is not None and there.arbiter == host:
+        if round_ is None or there is None or there.arbiter != host:
+            return
+        if message.code != "would_deadlock":
             self._refuse_round(round_, message.code, message.text, now)
+            return
+        self._refuse_nested(round_, now)
+        if round_.members and there.token is None:
+            # Others of it may wait.
+            self._want(round_, message.group, there)
 
     def lose_held(self, round_: Round, text: str, now: float) -> None:
         """End a round that is held, of which an arbiter elsewhere has taken a group back."""

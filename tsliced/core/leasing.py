@@ -170,6 +170,10 @@ class Leasing(Turns):
                 self.tell_granted(lease)
             else:
                 self._limit_wait(lease, event.timeout_s, now)
+                if event.holding:
+                    # A restart does not know of it.
+                    lease.out_of_order = self._out_of_order(lease.groups, event.holding)
+                    self.advance(self.rounds[lease.round], now)
             return
         if (ended := session.ended.get(lease_id)) is not None:
             code = "lease_ended" if ended.code == RELEASED else ended.code
@@ -302,9 +306,7 @@ class Leasing(Turns):
             asked_at=now,
         )
         if event.holding:
-            order = self.tenancies.order_of
-            later = (held for held in event.holding if order[held] > order[groups[0]])
-            lease.out_of_order = next((held for held in later if held not in groups), None)
+            lease.out_of_order = self._out_of_order(groups, event.holding)
         self.put_lease(session, lease, round_)
         if joined is not None:
             # It takes nobody's place in the round.
@@ -320,6 +322,14 @@ class Leasing(Turns):
             self.keep_lease(lease)
         self._limit_wait(lease, event.timeout_s, now)
         self.note_queued(lease)
+
+    def _out_of_order(
+        self, groups: tuple[GroupName, ...], holding: tuple[GroupName, ...]
+    ) -> GroupName | None:
+        """Return a group that is held though it comes after one that is wanted."""
+        order = self.tenancies.order_of
+        known = (held for held in holding if held in order and held not in groups)
+        return next((held for held in known if order[held] > order[groups[0]]), None)
 
     def _limit_wait(self, lease: Lease, timeout_s: float | None, now: float) -> None:
         """Let a lease wait no longer than its client wants; a repeated wish does not extend it."""

@@ -75,11 +75,16 @@ class Lending(Watchdogs):
             there = Elsewhere(arbiter=self.tenancies.arbiter_of(group))
             round_.elsewhere[group] = there
             self._want(round_, group, there)
+        elif there.token is None and there.at_once != round_.must_not_wait:
+            self._want(round_, group, there)
         return there.token is not None
 
     def _want(self, round_: Round, group: GroupName, there: Elsewhere) -> None:
         token = there.token if there.committed else None
-        ask = Reserve(round=round_.id, job=round_.job, group=group, token=token)
+        there.at_once = token is None and round_.must_not_wait
+        ask = Reserve(
+            round=round_.id, job=round_.job, group=group, token=token, at_once=there.at_once
+        )
         self.say(there.arbiter, ask)
 
     def commit(self, round_: Round) -> bool:
@@ -224,9 +229,11 @@ class Lending(Watchdogs):
             return None
         known = self.rounds.get(self.borrowers.get(borrower, NO_ROUND))
         if known is not None:
+            known.at_once = message.at_once
             if known.reserved_at_home:
                 self._tell_reserved(known)
-            return None
+                return None
+            return known
         if message.token is not None and arbiter.chosen is not None:
             # This daemon had forgotten it, and has let somebody else have it.
             self.say(host, Unreserved(round=message.round, group=message.group))
@@ -235,6 +242,7 @@ class Lending(Watchdogs):
         self.last_place += 1
         round_ = self.stand_in(host, message.round, message.group, message.job, self.last_round)
         round_.place, round_.asked_at = self.last_place, now
+        round_.at_once = message.at_once
         if message.token is not None:
             # This daemon has forgotten it.
             claimed = arbiter.claim(round_.id)

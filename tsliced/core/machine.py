@@ -240,8 +240,9 @@ class Machine:
         return self.timers.deadline
 
     def groups_of(self, leases: Iterable[str]) -> tuple[GroupName, ...]:
-        """Return the groups of those of some leases that are held."""
-        known = (self.leasing.leases.get(LeaseId(name)) for name in leases)
+        """Return the groups of those of some leases that are held, here or elsewhere."""
+        own, others = self.leasing.leases, self.fronting.leases
+        known = (own.get(LeaseId(name)) or others.get(LeaseId(name)) for name in leases)
         return tuple(group for lease in known if lease is not None for group, _ in lease.tokens)
 
     def handle(self, event: Event, *, now: float) -> Effects:

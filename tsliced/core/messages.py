@@ -112,6 +112,8 @@ class Reserve:
     group: GroupName
     #: It has it, and says so in case that the arbiter has forgotten.
     token: Token | None = None
+    #: It must not wait for it: refused with `would_deadlock` if it would have to.
+    at_once: bool = False
 
 
 @value

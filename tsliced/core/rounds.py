@@ -51,6 +51,8 @@ class Elsewhere:
     """What a round has of an arbiter on another host."""
 
     arbiter: HostName
+    #: It was asked for so that it would not be waited for.
+    at_once: bool = False
     #: It is reserved.
     token: Token | None = None
     #: The arbiter was asked to keep it, ...
@@ -106,6 +108,8 @@ class Round:
     home: HostName | None = None
     #: ... and which round that is there.
     home_round: RoundId | None = None
+    #: There a group is held that comes after this one: it must not wait.
+    at_once: bool = False
     #: Its host was told that it has the group.
     reserved_at_home: bool = False
     #: Its host wants to keep it.
@@ -130,6 +134,11 @@ class Round:
         if session in self.took_part:
             return False
         return len(self.took_part) < self.ranks
+
+    @property
+    def must_not_wait(self) -> bool:
+        """Whether a group is held, by its job, that comes after one that it wants."""
+        return self.at_once or any(lease.out_of_order for lease in self.members.values())
 
     def complete(self, live_ranks: int) -> bool:
         """Whether it can take its place in the queue."""
