@@ -179,7 +179,8 @@ class Granting(Clearing):
         if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
             hindered = self.lost or self.silent or round_.job in self.faults
-            hindered = hindered or any(there.leads for there in round_.elsewhere.values())
+            if round_.elsewhere:
+                hindered = hindered or any(there.leads for there in round_.elsewhere.values())
             settled = not hindered and self.tenancies.settled(round_.job, round_.groups)
             clear = settled or self._clear_devices(round_, now)
             round_.state = GRANTING if clear else MOVING

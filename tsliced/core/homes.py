@@ -286,12 +286,20 @@ class Homes:
 
         `but_led_by`: what that host moves it has to take off itself.
         """
-        others = [(tenancy.key.job, self.host) for tenancy in self.residents(group)]
-        if self.arbiter_of(group) == self.host:
-            # Else its arbiter has looked at what others move.
-            others += self.guests_on(group)
-        for other, lead in others:
-            assert other == job or lead == but_led_by, f"{other} is on {group} too"
+        arbitrated_here = self.arbiter_of(group) == self.host
+        for tenancy in self.by_group[group].values():
+            if tenancy.key.job == job or tenancy.lead == but_led_by:
+                continue
+            if tenancy.led_here:
+                there = tenancy.resident
+            else:
+                # Else its arbiter has looked at what others move.
+                there = arbitrated_here and tenancy.participant.on_devices
+            assert not there, f"{tenancy.key.job} is on {group} too"
+        if arbitrated_here and self.guests:
+            for guest in self.guests.get(group, {}).values():
+                alone = guest.job == job or guest.lead == but_led_by
+                assert alone or not guest.state.holds_device, f"{guest.job} is on {group} too"
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
         """Whether one tenancy of the job covers `groups`, runs, and is alone on their devices."""

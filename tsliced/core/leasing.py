@@ -243,7 +243,7 @@ class Leasing(Turns):
         limits = self.limits
         for group in groups:
             arbiter = self.arbiters.get(group)
-            if group not in self.tenancies.order_of:
+            if arbiter is None and group not in self.tenancies.order_of:
                 known = ", ".join(sorted(self.tenancies.order_of)) or "none"
                 return "unknown_group", f"there is no group {group!r} here; known: {known}"
             if group not in session.groups:
