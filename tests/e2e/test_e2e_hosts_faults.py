@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import RankError, fill_disk, own, until
-from net_hosts import Gang, Hosts, NetHost, at, kill_in_each_step, linked_hosts, wait_for
+from net_hosts import Gang, Hosts, NetHost, at, kill_in_each_step, linked_hosts, peer, wait_for
 
 SETTINGS = {"groups.all": {"devices": ["n1:0", "n2:0", "n3:0"]}}
 
@@ -257,7 +257,9 @@ def test_a_host_that_dies_takes_its_ranks_along_on_proof_alone(hosts: Hosts, pro
     if proof == "it boots anew":
         hosts["n3"].boot()
     else:
-        at(hosts["n1"], "host-dead", "n3", "--yes")
+        # At any host: all that count on it are told.
+        wait_for(hosts["n2"], "n3", "lost")
+        at(hosts["n2"], "host-dead", "n3", "--yes", "--reason", "burnt")
     (event,) = until(lambda: told_of(hosts, name, "rank_lost", of=hosts["n1"]), "it is known")
     assert (event["host"], event["pid"]) == ("n3", job.ranks["n3"].pid)
     assert job.driver.do("look")["state"] == "held"
@@ -267,7 +269,23 @@ def test_a_host_that_dies_takes_its_ranks_along_on_proof_alone(hosts: Hosts, pro
     for name in ("n1", "n2"):
         assert hosts[name].states() == {job.ranks[name].pid: "parked"}
     if hosts["n3"].daemon is None:
+        waiter.do("release")
+        assert_stays_dead(hosts)
         hosts["n3"].boot()
+        wait_for(hosts["n1"], "n3", "connected")
+        assert peer(hosts["n1"], "n3")["dead_by"] is None
+
+
+def assert_stays_dead(hosts: Hosts) -> None:
+    """Asserts that n3 is dead for all others, also after a restart, and holds nobody up."""
+    hosts["n1"].kill_daemon()
+    hosts["n1"].start_daemon()
+    for host in hosts.others("n3"):
+        assert peer(host, "n3")["dead_by"] == "root (burnt) at n2"
+        assert re.search(
+            r"n3 is dead for .*: dead, says root .burnt. at n2", at(host, "status", "--all")
+        )
+    hosts["n2"].rank("next").do("acquire", groups="all", timeout=20)
 
 
 def test_an_arbiter_that_boots_anew_has_given_nothing_and_its_clients_elsewhere_know_it(

@@ -191,10 +191,15 @@ class ForeignLeaseRecord:
 
 @value
 class HostRecord:
-    """Which run of another host's system was seen last."""
+    """Which run of another host's system, and of its daemon, was seen last; empty: none.
+
+    `dead_by`: who says that nothing of it is left; None: nobody, or it has been back since.
+    """
 
     host: HostName
     boot: str
+    incarnation: str
+    dead_by: str | None
 
 
 @value

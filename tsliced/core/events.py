@@ -304,10 +304,12 @@ class PeerConnected:
     """The link to another host is up. Of what was said before, anything may be lost.
 
     `boot`: the boot id of its system, so that it is known whether the processes there are others.
+    `incarnation`: which run of its daemon it is.
     """
 
     host: HostName
     boot: str
+    incarnation: str = ""
 
 
 @value

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from tsliced.core.actions import HostRecord, Note, Send
+from tsliced.core.actions import Note, Send
 from tsliced.core.coordinator import Place
 from tsliced.core.ending import Ending
 from tsliced.core.events import (
@@ -49,6 +49,7 @@ from tsliced.core.messages import (
     HandedOver,
     HandOver,
     HeldLeases,
+    HostGone,
     LiveSessions,
     NotCeded,
     NotCleared,
@@ -105,31 +106,32 @@ class Hosts:
     ) -> None:
         """Take in what became of a host."""
         match event:
-            case PeerConnected(host=host, boot=boot):
-                self._on_connected(host, boot, now)
+            case PeerConnected():
+                self._on_connected(event, now)
             case PeerDisconnected(host=host):
                 self._on_disconnected(host, now)
             case PeerLost(host=host):
                 if host not in self.links.dead:
                     self._on_lost(host, now)
             case HostDied(host=host, by=by):
-                self._on_declared_dead(host, by, now)
+                self._on_declared_dead(host, f"{by} at {self.tenancies.host}", now)
             case _:
                 assert_never(event)
 
-    def _on_connected(self, host: HostName, boot: str, now: float) -> None:
-        links = self.links
+    def _on_connected(self, event: PeerConnected, now: float) -> None:
+        links, host, boot = self.links, event.host, event.boot
         if host in links.up:
             # Another connection takes the place of one that was not seen to end.
             self._on_disconnected(host, now)
-        if links.boots.get(host) != boot:
-            if host in links.boots and host not in links.dead:
-                self._on_died(host, f"host {host} has booted anew", now)
-            links.boots[host] = boot
-            self.leasing.out.append(HostRecord(host=host, boot=boot))
+        before = links.record(host)
+        if before.boot not in ("", boot) and host not in links.dead:
+            self._on_died(host, f"host {host} has booted anew", now)
+        links.boots[host], links.incarnations[host] = boot, event.incarnation
         links.up.add(host)
         links.lost.discard(host)
-        links.dead.discard(host)
+        links.dead.pop(host, None)
+        if (record := links.record(host)) != before:
+            self.leasing.out.append(record)
         sessions = self.leasing.sessions.values()
         live = tuple(s.id for s in sessions if s.host is None and not s.tool)
         self._send(host, LiveSessions(sessions=live))
@@ -145,6 +147,9 @@ class Hosts:
         for key, tenancy in self.tenancies.all.items():
             if tenancy.lead == host:
                 self.leasing.timers.clear(TimerKey(TimerKind.ALONE, key))
+        for dead, by in links.dead.items():
+            run = links.incarnations.get(dead, "")
+            self._send(host, HostGone(host=dead, by=by, incarnation=run))
         self.look_for_silence()
 
     def _is_here(self, group: GroupName) -> bool:
@@ -193,19 +198,39 @@ class Hosts:
 
     def _on_declared_dead(self, host: HostName, by: str, now: float) -> None:
         """Take an operator's word, unless the host itself says otherwise."""
-        if host in self.links.up:
-            facts = {"host": host, "reason": f"{by} says that it is gone, but it is connected"}
-            self.leasing.out.append(Note(kind="host_alive", level="warning", facts=facts))
-            return
-        self._on_died(host, f"host {host} is gone, says {by}", now)
-        self.look_for_silence()
+        if host in self.links.up or host == self.tenancies.host:
+            self._doubt(host, f"{by} says that it is gone, but it is connected")
+        elif host not in self.links.dead:
+            self._on_died(host, f"host {host} is gone, says {by}", now)
+            self.links.dead[host] = by
+            self.leasing.out.append(self.links.record(host))
+            for other in sorted(self.links.up):
+                self._send(other, HostGone(host=host, by=by, incarnation=None))
+            self.look_for_silence()
+
+    def _on_told_dead(self, source: HostName, word: HostGone, now: float) -> None:
+        """Take an operator's word that another host passes on, if it is about what is known here.
+
+        It may be old: of a run after which the host was back.
+        """
+        host, by = word.host, word.by
+        links = self.links
+        here = links.incarnations.get(host, word.incarnation)
+        if word.incarnation is None or word.incarnation == here:
+            self._on_declared_dead(host, by, now)
+        elif host not in links.up and host not in links.dead:
+            self._doubt(host, f"{by} said at {source} that it is gone, but it has been back since")
+
+    def _doubt(self, host: HostName, text: str) -> None:
+        facts = {"host": host, "reason": text}
+        self.leasing.out.append(Note(kind="host_alive", level="warning", facts=facts))
 
     def _on_died(self, host: HostName, text: str, now: float) -> None:
         """Nothing of what was on a host is left."""
         links, leasing = self.links, self.leasing
         links.up.discard(host)
         links.lost.discard(host)
-        links.dead.add(host)
+        links.dead[host] = text
         facts = {"host": host, "reason": text}
         leasing.out.append(Note(kind="host_died", level="error", facts=facts))
         for rank in [rank for rank in self.tenancies.abroad if rank.host == host]:
@@ -289,6 +314,8 @@ class Hosts:
                 if self._has_part_in(host, job):
                     text = f"{text} (by {host})"
                     self.ending.end_job(job, text=text, grace_s=grace_s, now=now, onward=onward)
+            case HostGone():
+                self._on_told_dead(host, message, now)
             case (
                 SessionOpened()
                 | SessionClosed()

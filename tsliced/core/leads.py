@@ -284,7 +284,7 @@ class Leads:
             ranks=(*self._ranks_here(tenancy), *_ranks_abroad(tenancy)),
         )
         hosts = {host for host in coordinator.hosts if host != self.tenancies.host}
-        handover = Handover(part=part, to=to, waiting=hosts - self.tenancies.links.dead)
+        handover = Handover(part=part, to=to, waiting=hosts - self.tenancies.links.dead.keys())
         self.handovers[key] = handover
         tenancies.leaving[key] = None
         self.leasing.out.append(handover.record())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tsliced.core.actions import HostRecord
 from tsliced.core.model import HostName
 
 
@@ -18,7 +19,27 @@ class Links:
     up: set[HostName] = field(default_factory=set)
     #: Silent for longer than a host may be.
     lost: set[HostName] = field(default_factory=set)
-    #: Nothing that was there is left; until they connect again.
-    dead: set[HostName] = field(default_factory=set)
-    #: The latest run of each one's system.
+    #: Nothing that was there is left, and who says so; until they connect again.
+    dead: dict[HostName, str] = field(default_factory=dict)
+    #: The latest run of each one's system, ...
     boots: dict[HostName, str] = field(default_factory=dict)
+    #: ... and of its daemon.
+    incarnations: dict[HostName, str] = field(default_factory=dict)
+
+    def regain(self, record: HostRecord) -> None:
+        """After a restart: know again what was known of a host."""
+        host = record.host
+        for runs, run in ((self.boots, record.boot), (self.incarnations, record.incarnation)):
+            if run:
+                runs[host] = run
+        if record.dead_by is not None:
+            self.dead[host] = record.dead_by
+
+    def record(self, host: HostName) -> HostRecord:
+        """Return what must be kept of a host."""
+        return HostRecord(
+            host=host,
+            boot=self.boots.get(host, ""),
+            incarnation=self.incarnations.get(host, ""),
+            dead_by=self.dead.get(host),
+        )

@@ -486,6 +486,8 @@ class Machine:
         processes = dict.fromkeys((*leasing.by_process, *tenancies.home))
         leasing.out += [WatchProcess(process=process) for process in processes]
         leasing.out += tenancies.ask_all(now=now)
+        # Who was known to be dead is not waited for.
+        self.hosts.look_for_silence()
         for round_ in sorted(leasing.rounds.values(), key=lambda round_: round_.place):
             if round_.state is RoundState.HELD:
                 leasing.hold_rest(round_, now)

@@ -100,6 +100,19 @@ class EndJob:
     onward: bool
 
 
+@value
+class HostGone:
+    """An operator says that nothing is left of a host; `by`: who, and why.
+
+    Told to all, and by each who takes the word: not every two hosts have a link.
+    """
+
+    host: HostName
+    by: str
+    #: The run of its daemon that the word is about; None: it is just said, of whichever was last.
+    incarnation: str | None
+
+
 # --- groups that a round takes from an arbiter elsewhere --------------------------------------
 
 
@@ -296,6 +309,7 @@ PeerMessage: TypeAlias = (
     | Presence
     | RankGone
     | EndJob
+    | HostGone
     | Order
     | Report
     | Reserve

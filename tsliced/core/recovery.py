@@ -77,8 +77,8 @@ def recover(machine: Machine, records: Iterable[Record], *, now: float) -> None:
                 state.reservations.append(record)
             case HandoverRecord():
                 state.handovers.append(record)
-            case HostRecord(host=host, boot=boot):
-                machine.hosts.links.boots[host] = boot
+            case HostRecord():
+                machine.hosts.links.regain(record)
             case SessionEndedRecord() | TenancyEndedRecord() | RankEndedRecord():
                 raise AssertionError("a journal's state has no ends in it")
             case _:

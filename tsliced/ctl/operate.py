@@ -26,8 +26,9 @@ _HOST_DEAD = """\
 Says that every process of another host is gone for good: the machine is off, or was started anew.
 Leases of its jobs are revoked, and who waited for it goes on without it. The daemon cannot see that
 by itself, for a host that is silent may only be cut off. If a process there still runs, two jobs
-may use the same devices, or a job goes on without a part of itself. Only the daemon of this host
-takes it so; say it to each that waits for the dead one.
+may use the same devices, or a job goes on without a part of itself. All hosts that this one has
+links with are told, and tell those that they have links with; a host that has no way to any of them
+has to be told there. It stands until the host is back.
 """
 _PARKED_NOTE = (
     "parked processes have no device memory but still have the driver open; to unload it or to "

@@ -21,7 +21,7 @@ from tsliced.ctl.output import (
     table,
     use_colour,
 )
-from tsliced.ctl.status import problem_lines, rank_lines
+from tsliced.ctl.status import host_reason, host_state, problem_lines, rank_lines
 
 _KINDS = ("job", "group", "device", "session", "lease", "host")
 
@@ -158,12 +158,12 @@ def _lease_page(lease: Message, *, colour: bool) -> list[str]:
 
 
 def _host_page(host: Message, *, colour: bool) -> list[str]:
-    rtt_s, ahead_s = host["rtt_s"], host["clock_ahead_s"]
+    rtt_s, ahead_s, state = host["rtt_s"], host["clock_ahead_s"], host_state(host)
     return _facts(
         ("host", host["host"]),
-        ("state", styled(host["state"], "red", colour=colour and host["state"] == "lost")),
+        ("state", styled(state, "red", colour=colour and state in ("lost", "dead"))),
         ("since", duration(host["since_s"])),
-        ("reason", printable(host["reason"] or NOTHING)),
+        ("reason", printable(host_reason(host) or NOTHING)),
         ("address", host["address"]),
         ("round trip", f"{1000 * rtt_s:.1f} ms" if rtt_s is not None else NOTHING),
         ("clock ahead", f"{ahead_s:+.3f} s" if ahead_s is not None else NOTHING),

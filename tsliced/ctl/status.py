@@ -37,6 +37,7 @@ _STYLE_OF_STATE = {
     "blocked": "red",
     "faulted": "red",
     "lost": "red",
+    "dead": "red",
     "uncertain": "yellow",
 }
 
@@ -103,9 +104,23 @@ def other_lines(other: Message, *, colour: bool = False) -> list[str]:
     status: Message | None = other["status"]
     if status is not None:
         return ["", "", *status_lines({**status, "peers": []}, colour=colour)]
-    since = duration(other["since_s"])
-    text = f"{other['host']} is {other['state']} for {since}: {printable(other['reason'] or '-')}"
-    return ["", "", styled(text, _STYLE_OF_STATE.get(other["state"], "yellow"), colour=colour)]
+    since, state = duration(other["since_s"]), host_state(other)
+    text = f"{other['host']} is {state} for {since}: {printable(host_reason(other) or '-')}"
+    return ["", "", styled(text, _STYLE_OF_STATE.get(state, "yellow"), colour=colour)]
+
+
+def host_state(other: Message) -> str:
+    """Returns where another host stands, in a word."""
+    state: str = "dead" if other.get("dead_by") else other["state"]
+    return state
+
+
+def host_reason(other: Message) -> str | None:
+    """Returns why another host stands where it does."""
+    reason: str | None = other["reason"]
+    if (by := other.get("dead_by")) is None:
+        return reason
+    return f"dead, says {by}; {reason}" if reason else f"dead, says {by}"
 
 
 def show_ranks(options: argparse.Namespace) -> int:
@@ -147,11 +162,11 @@ def _peer_lines(peers: Sequence[Message], *, colour: bool) -> list[str]:
     rows = [
         [
             peer["host"],
-            peer["state"],
+            host_state(peer),
             duration(peer["since_s"]),
             f"{1000 * peer['rtt_s']:.1f} ms" if peer["rtt_s"] is not None else NOTHING,
             peer["address"],
-            printable(peer["reason"] or NOTHING),
+            printable(host_reason(peer) or NOTHING),
         ]
         for peer in peers
     ]

@@ -114,9 +114,11 @@ class Operations:
         if refusal is not None:
             answer(error_reply(request.id, *refusal))
             return
-        by = _name_and_reason(peer, request.why)
-        self._driver.note("host_dead", "warning", host=request.host, by=by)
-        self._driver.post(HostDied(host=HostName(request.host), by=by))
+        host = HostName(request.host)
+        if host not in self._driver.machine.hosts.links.dead:
+            by = _name_and_reason(peer, request.why)
+            self._driver.note("host_dead", "warning", host=host, by=by)
+            self._driver.post(HostDied(host=host, by=by))
         self._driver.after_turn(lambda: answer(reply(request.id, host=request.host)))
 
     def _objection(self, peer: Peer, request: HostDeath) -> Refusal | None:

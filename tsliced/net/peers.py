@@ -272,7 +272,9 @@ class Peers:
         self._hear(peer, restarted=anew)
         if JOBS in hello.features:
             peer.is_heard = True
-            self._post(PeerConnected(host=peer.host, boot=hello.boot))
+            self._post(
+                PeerConnected(host=peer.host, boot=hello.boot, incarnation=hello.incarnation)
+            )
         reason = ""
         try:
             await link.serve(partial(self._take, peer, link))

@@ -53,7 +53,7 @@ class Details:
                 return self._lease_named(name)
 
     def _host(self, name: str) -> Message:
-        peers = self.status.peers()
+        peers = self.status.other_hosts()
         for peer in peers:
             if peer["host"] == name:
                 groups = [g.name for g in self.machine.config.groups if name in g.hosts]

@@ -79,7 +79,7 @@ class StatusPage:
             "backend": self.backend,
             "groups": [self.group(group, now) for group in machine.config.groups],
             "jobs": self._all_jobs(now),
-            "peers": self.peers(),
+            "peers": self.other_hosts(),
             "sessions": len(machine.leasing.sessions),
             "memory": {
                 "available_bytes": self.memory.host_available_bytes(),
@@ -95,6 +95,11 @@ class StatusPage:
             for tenancy in self.machine.tenancies.all.values()
             for rank in tenancy.participant.ranks.values()
         ]
+
+    def other_hosts(self) -> list[Message]:
+        """Return where each other host stands, and who says that it is dead."""
+        dead = self.machine.hosts.links.dead
+        return [{**peer, "dead_by": dead.get(peer["host"])} for peer in self.peers()]
 
     # --- groups -------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class Lab:
     #: Links that are down, both ways.
     cut: set[frozenset[HostName]] = field(default_factory=set)
     boots: dict[HostName, int] = field(default_factory=dict)
+    #: How often each daemon was started again.
+    starts: dict[HostName, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = sorted({host for hosts in self.groups.values() for host in hosts})
@@ -102,7 +104,8 @@ class Lab:
         self.cut.discard(frozenset((first, second)))
         for host, other in ((first, second), (second, first)):
             boot = f"{other} boot {self.boots.get(other, 0)}"
-            self[host].feed(PeerConnected(host=other, boot=boot))
+            run = f"{boot}/{self.starts.get(other, 0)}"
+            self[host].feed(PeerConnected(host=other, boot=boot, incarnation=run))
 
     def disconnect(self, first: HostName, second: HostName, *, lost: bool = False) -> None:
         """Let a link go down, and what is on its way with it; `lost`: for long."""
@@ -135,6 +138,7 @@ class Lab:
         `finish`: as `World.restart`.
         """
         self._vanish(host)
+        self.starts[host] = self.starts.get(host, 0) + 1
         self[host].restart(finish=finish)
         if links:
             self.rejoin(host)

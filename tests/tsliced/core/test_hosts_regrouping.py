@@ -276,7 +276,7 @@ def test_a_group_that_is_arbitrated_elsewhere_from_now_on_is_asked_for_there() -
 
 def test_records_about_hosts_and_leases_elsewhere_take_the_place_of_earlier_ones() -> None:
     lab = pair()
-    first = HostRecord(host=N2, boot="1")
+    first = HostRecord(host=N2, boot="1", incarnation="1/1", dead_by=None)
     assert subject_of(first) == subject_of(replace(first, boot="2"))
     assert subject_of(first) != subject_of(replace(first, host=N3))
     lease = ask(lab, "a", N2)

@@ -135,7 +135,8 @@ def remains(*, over: bool = False) -> RemainsRecord:
 
 
 def host() -> HostRecord:
-    return HostRecord(host=HostName("n2"), boot="22222222-3333-4444-5555-666666666666")
+    boot = "22222222-3333-4444-5555-666666666666"
+    return HostRecord(host=HostName("n2"), boot=boot, incarnation=f"{boot}/1.5", dead_by=None)
 
 
 def foreign_lease(*, over: bool = False) -> ForeignLeaseRecord:

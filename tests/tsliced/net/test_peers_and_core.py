@@ -45,10 +45,16 @@ from tsliced.net.peer_messages import (
     Say,
 )
 
+
+def up(host: HostName) -> PeerConnected:
+    """Return what a core is told of the first daemon of a host."""
+    return PeerConnected(host=host, boot=host, incarnation=f"{host}/1")
+
+
 TENANCY = TenancyKey(JobKey("", 1000, "train"), (GroupName("both"),))
 ORDER = Order(host=N2, tenancy=TENANCY, stamp=Stamp(0, Counter(1, 2), 3), goal=Goal.OFF)
 NOTHING_HELD = LiveSessions(sessions=())
-UP1, DOWN1 = PeerConnected(host=N1, boot="n1"), PeerDisconnected(host=N1)
+UP1, DOWN1 = up(N1), PeerDisconnected(host=N1)
 
 
 def sends(host: HostName, *messages: PeerMessage) -> list[Send]:
@@ -77,7 +83,7 @@ def test_what_one_core_says_is_heard_by_the_other_in_order_after_the_link_is_kno
         one, two = side(N1), side(N2)
         async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
             await until(lambda: one.events, "the core of n1 is told")
-            assert one.events == [PeerConnected(host=N2, boot="n2")]
+            assert one.events == [up(N2)]
             peers.deliver(sends(N2, NOTHING_HELD, ORDER, *map(report, range(100))))
             peers.deliver(sends(N2, report(100)))
             await until(lambda: len(two.events) == 104, "all of it has arrived")
@@ -121,7 +127,10 @@ def test_a_newer_connection_is_told_as_the_end_of_the_old_one_and_another(run: R
                 await raw.greet()
                 raw.send(replace(Side(N1).hello(N2), incarnation=incarnation))
                 await until(partial(changed, side, before), "a link")
-            ups = [PeerConnected(host=N1, boot=boot) for boot in ("b1", "b2")]
+            ups = [
+                PeerConnected(host=N1, boot="b1", incarnation="b1/17"),
+                PeerConnected(host=N1, boot="b2", incarnation="b2/3"),
+            ]
             assert side.events == [ups[0], DOWN1, ups[1]]
             # What the old connection still had to say, and its end, concern nobody.
             old.send(Say(kind="live_sessions", fields=((),)))
