@@ -150,6 +150,8 @@ class Coordinator:
     #: OFF has been ordered in the move under way: some of it may be parked.
     _off_ordered: bool = False
     _was_parked: bool = False
+    #: It was on when it was asked after: ranks may have come up that nobody has seen.
+    _was_on: bool = False
     _least_term: int = 0
 
     def __post_init__(self) -> None:
@@ -248,7 +250,7 @@ class Coordinator:
     def _begin(self, place: Place, now: float) -> list[Effect]:
         assert self.stable, "a move ends before the next one begins"
         self.reason, self.began_at, self._recoveries = None, now, 0
-        self._off_ordered = place is Place.ASKING
+        self._off_ordered, self._was_on = place is Place.ASKING, self.place is Place.ON
         return self._turn(place, now)
 
     # --- events -------------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class Coordinator:
 
     def _start_over(self, now: float) -> list[Effect]:
         # By what is found: nobody who is all parked is brought back where others may be.
-        self._recoveries, self.reason = 0, None
+        self._recoveries, self.reason, self._was_on = 0, None, False
         return self._turn(Place.ASKING, now)
 
     def check_invariants(self) -> None:
@@ -408,10 +410,12 @@ class Coordinator:
         return not self._lacks_answers() and bool(states) and set(states) == {RankState.RUNNING}
 
     def _decide(self, now: float) -> list[Effect]:
-        self.reason = None
+        self.reason, states = None, self._states()
         # All have answered: whether anything of it is parked is known from now on.
-        self._off_ordered = RankState.PARKED in self._states()
-        if all(state is RankState.PARKED for state in self._states()):
+        self._off_ordered = RankState.PARKED in states
+        if not states and self._was_on:
+            return self._turn(Place.REVIVING, now)
+        if all(state is RankState.PARKED for state in states):
             return self._turn(Place.WITHDRAWING, now)
         return self._turn(Place.TURNING_BACK, now)
 

@@ -314,7 +314,8 @@ def test_one_whose_place_is_taken_cannot_be_turned_back_and_leaves_altogether() 
         ((PARKED, FROZEN), Goal.RESTORED),
         ((FROZEN, FROZEN), Goal.RESTORED),
         ((RUNNING, PARKED), Goal.RESTORED),
-        ((), Goal.OFF),
+        # It may have come up unseen, and nothing is taken off that was not frozen everywhere.
+        ((), Goal.ON),
     ],
 )
 def test_after_a_restart_it_asks_all_hosts_and_goes_where_it_can(
@@ -327,8 +328,16 @@ def test_after_a_restart_it_asks_all_hosts_and_goes_where_it_can(
     if goal is Goal.OFF:
         assert move.arrive(PARKED) == [Evicted(tenancy=KEY)]
     else:
-        move.arrive(FROZEN)
+        if goal is Goal.RESTORED:
+            move.arrive(FROZEN)
         assert move.arrive(RUNNING) == [Admitted(tenancy=KEY, restored=False)]
+
+
+def test_what_was_off_and_has_no_ranks_stays_off_after_a_restart() -> None:
+    move = Move(place=Place.OFF)
+    move.coordinator.ask(now=0.0)
+    assert move.orders(move.arrive()) == (stamp(1), Goal.OFF)
+    assert move.arrive() == [Evicted(tenancy=KEY)]
 
 
 def test_a_question_that_fails_is_asked_again() -> None:

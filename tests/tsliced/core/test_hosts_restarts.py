@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hosts_lab import (
@@ -15,6 +16,7 @@ from hosts_lab import (
     ask,
     assert_alone,
     come_up,
+    device,
     held,
     hold,
     pair,
@@ -107,6 +109,26 @@ def test_a_restart_at_rest_changes_nothing_g8(host: HostName) -> None:
     release(lab, lease, N2)
     assert held(lab, waiter, N1)
     assert states(lab, ranks) == [PARKED, PARKED]
+
+
+def test_a_holder_that_came_up_unseen_runs_on_whenever_it_is_seen_after_a_restart_g8() -> None:
+    for seen_after in count(1):
+        lab = pair()
+        lease = ask(lab, "a")
+        ranks = [lab[host].context(job("a"), device(host, G)) for host in (N1, N2)]
+        lab.by_hand()
+        lab.restart(N1)
+        at_rest = not all([lab.step() for _ in range(seen_after)])
+        for host in (N1, N2):
+            lab[host].look()
+        lab.by_itself()
+        lab.pass_time(30.0, step_s=1.0)
+        assert held(lab, lease, N1)
+        assert states(lab, ranks) == [RUNNING, RUNNING]
+        moved = [lab[host].moves() for host in (N1, N2)]
+        assert moved == [[], []], f"seen after {seen_after} steps"
+        if at_rest:
+            break
 
 
 def test_both_hosts_may_restart_at_once_g8() -> None:
