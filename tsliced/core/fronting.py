@@ -253,8 +253,8 @@ class Fronting:
             return
         del self.open[key]
         lease = self.leases.get(_lease_of(event))
-        if lease is not None and lease.abandoned:
-            # Its client has had an answer.
+        if lease is not None and lease.abandoned and answer.request == lease.request:
+            # Its client has had an answer: this one is to what took it back.
             self._forget(lease)
             return
         if lease is not None:

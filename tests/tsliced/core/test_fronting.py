@@ -276,6 +276,31 @@ def test_a_grant_that_crosses_the_end_of_its_time_is_handed_back_g5() -> None:
     assert not held(lab, lease, N2)
 
 
+@pytest.mark.parametrize("granted", [False, True], ids=["still waits", "was granted"])
+@pytest.mark.parametrize("cancel_after_s", [1.0, 6.5], ids=["in time", "afterwards"])
+def test_who_cancels_what_runs_out_of_time_at_a_slow_arbiter_is_answered_g5_g6(
+    cancel_after_s: float, granted: bool
+) -> None:
+    lab = pair()
+    holder = ask(lab, "a")
+    lease = ask(lab, "b", N2, timeout_s=5.0)
+    lab.by_hand()
+    if granted:
+        lab[N1].release(holder)
+        while not lab[N1].held(lease):
+            lab.step()
+    lab[N2].pass_time(cancel_after_s)
+    request = lab[N2].cancel(lease)
+    lab[N2].pass_time(6.5 - cancel_after_s)
+    lab.by_itself()
+    assert lab[N2].answers(request) == [
+        ConfirmCancel(session=session_of(lease), request=request, cancelled=not granted)
+    ]
+    assert not lab[N2].clients[session_of(lease)].open
+    assert not lab[N2].machine.fronting.leases
+    assert not lab[N1].held(lease)
+
+
 def test_a_timeout_that_is_asked_for_again_is_not_longer_and_gets_the_same_answer_g6() -> None:
     lab = pair()
     lab.disconnect(N1, N2)
