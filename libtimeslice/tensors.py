@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from libtimeslice import accelerator
 from libtimeslice.errors import Refused
+from libtimeslice.heap import Heap
 from libtimeslice.host_buffers import HostBuffers
 from libtimeslice.storages import Storage, Walk
 
@@ -89,6 +90,7 @@ class Tensors:
         self.kind = kind
         self.regions: list[Region] = []
         self._host = HostBuffers(pinned=kind == "cuda")
+        self._heap = Heap() if kind == "cpu" else None
         self._away: _Away | None = None
 
     @property
@@ -156,8 +158,7 @@ class Tensors:
         assert away is not None, "not parked"
         begun = time.perf_counter()
         try:
-            for storage in away:
-                storage.memory.resize_(storage.bytes)
+            self._make(away)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU has no other
             self._free(away)
             raise Refused(
@@ -169,10 +170,19 @@ class Tensors:
         return moved
 
     def _free(self, away: _Away) -> None:
+        if self._heap is not None:
+            self._heap.free(away)
+            return
         for storage in away:
             storage.memory.resize_(0)
-        if self.kind == "cuda":
-            accelerator.empty_cache()
+        accelerator.empty_cache()
+
+    def _make(self, away: _Away) -> None:
+        if self._heap is not None:
+            self._heap.make(away)
+            return
+        for storage in away:
+            storage.memory.resize_(storage.bytes)
 
     def _select(self) -> _Away:
         away, regions = _Away(), []
