@@ -317,11 +317,10 @@ def test_memory_that_is_short_is_refused_and_all_stays_where_it_was_g12() -> Non
     assert run(SHORT) == ["whole"]
 
 
-#: Moves few large tensors and many small ones as an agent does: in a thread of its own, in a process
-#: as it comes. Prints for each the medians of several rounds, in GB/s: a copy of as many pieces of
-#: memory by memcpy, the way out, and the way back; and how many pages were made in the last round.
-#: What counts is the thread's own time: it moves alone, and others on the machine are none of its
-#: doing.
+#: Moves few large tensors and many small ones as an agent does: in a thread, and in a process as it
+#: comes. Prints for each the medians of several rounds, in GB/s: a copy of as many pieces of memory
+#: by memcpy, the way out, and the way back; and how many pages were made in the last round. What
+#: counts is the thread's own time: it moves alone, and others on the machine are none of its doing.
 SPEED = """
 import ctypes, resource, statistics, threading, time
 import torch

@@ -25,7 +25,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str,
     started = []
     for rank, file in enumerate(files):
         # (torch says that there is no numpy, which nobody here needs.)
-        command = [sys.executable, "-W", "ignore", PROGRAM, str(rank), str(RANKS), directory]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(PROGRAM),
+            str(rank),
+            str(RANKS),
+            str(directory),
+        ]
         with file.open("wb") as errors:
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors))
     end = time.monotonic() + LIMIT_S

@@ -1,8 +1,8 @@
 """Ranks of torch.distributed over gloo that are parked in the middle of their training.
 
-Run with: the rank, how many there are, and a directory for their rendezvous. For each way to spread a
-model it trains twice, the second time parked and brought back in the middle, and writes a line of
-JSON: the way, and digests of all that the rank has at the end of either. All in one process, because
+Run with: the rank, how many there are, and a directory for their rendezvous. For each way to spread
+a model it trains twice, the second time parked and brought back in the middle, and writes a line of
+JSON: the way, and digests of all that the rank has at the end of either. All in one process, since
 importing torch takes longer than all of the rest.
 """
 
