@@ -265,7 +265,7 @@ def test_a_group_that_another_host_arbitrates_is_shown_with_its_hosts_and_ordere
     shown = json.loads(at(n1, "drain", "--json"))["groups"]
     assert [group["name"] for group in shown] == ["near"], "what is decided elsewhere is left alone"
     error = json.loads(at(n1, "drain", "--group", "both", "--json", status=1))["error"]
-    assert error["message"] == "group both is arbitrated by n2: order it there"
+    assert error["message"] == "group both is arbitrated by n2: type it on n2"
 
 
 def test_a_host_is_dead_when_an_operator_says_so_and_it_does_not_answer_g10(

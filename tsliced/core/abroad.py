@@ -46,6 +46,8 @@ def _in_state(present: PresentRank, state: RankState) -> PresentRank:
         groups=present.groups,
         lead=present.lead,
         term=present.term,
+        watchdog_s=present.watchdog_s,
+        stranger=present.stranger,
     )
 
 
@@ -278,9 +280,20 @@ class Abroad(Homes):
             if guest.lead == lead:
                 yield guest.job, guest.term
 
+    def is_stranger(self, job: JobKey) -> bool:
+        """Whether a job stands for a process of no known one, of whatever host."""
+        if job in self.stranger_jobs:
+            return True
+        return any(p.stranger for t in self.tenancies_of(job) for p in t.abroad.values())
+
     # --- elsewhere ----------------------------------------------------------------------------
 
-    def presence_of(self, group: GroupName, clients: Iterable[JobKey]) -> Presence:
+    def presence_of(
+        self,
+        group: GroupName,
+        clients: Iterable[JobKey],
+        watchdog_in: Callable[[Rank], float | None],
+    ) -> Presence:
         """Return what the arbiter of a group has to know of this host."""
         ranks: list[PresentRank] = []
         shortages: list[tuple[JobKey, str]] = []
@@ -290,7 +303,7 @@ class Abroad(Homes):
             for rank in tenancy.participant.ranks.values():
                 groups = self._groups_of(rank.devices) or set(key.groups)
                 if group in groups and not rank.exited:
-                    ranks.append(self.present(rank, tenancy))
+                    ranks.append(self.present(rank, tenancy, watchdog_in(rank)))
         return Presence(
             group=group,
             ranks=tuple(ranks),
@@ -298,7 +311,7 @@ class Abroad(Homes):
             shortages=tuple(shortages),
         )
 
-    def present(self, rank: Rank, tenancy: Tenancy) -> PresentRank:
+    def present(self, rank: Rank, tenancy: Tenancy, watchdog_s: float | None) -> PresentRank:
         """Return what other hosts have to know of a rank of this one."""
         groups = self._groups_of(rank.devices) or set(tenancy.key.groups)
         return PresentRank(
@@ -309,6 +322,8 @@ class Abroad(Homes):
             groups=self.in_order(groups),
             lead=tenancy.lead,
             term=tenancy.coordinator.stamp.term,
+            watchdog_s=watchdog_s,
+            stranger=tenancy.key.job in self.stranger_jobs,
         )
 
     def audience_of(self, group: GroupName) -> list[HostName]:

@@ -54,7 +54,6 @@ from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, Ev
 from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Bound, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
-from tsliced.core.watchdogs import MIN_HOLD_S
 
 if TYPE_CHECKING:
     pass
@@ -376,7 +375,7 @@ class Granting(Clearing):
 
     def _grant_round(self, round_: Round, now: float) -> None:
         if round_.home is not None:
-            self.lend(round_)
+            self.lend(round_, now)
             return
         here = len(round_.groups) - len(round_.elsewhere)
         tokens = self.numbers.take_several(here)
@@ -424,8 +423,7 @@ class Granting(Clearing):
         round_ = self.rounds[lease.round]
         if lease.state is LEASE_HELD:
             self.note_released(lease, code, waiters, now)
-            if now - lease.granted_at >= MIN_HOLD_S:
-                self.note_hold(lease, now)
+            self.note_hold(round_.job, lease.groups, now - lease.granted_at)
         else:
             # It may ask again and belong to the same round.
             round_.took_part.discard(lease.session)
@@ -438,6 +436,8 @@ class Granting(Clearing):
         if round_.paused:
             self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
         self.aside.pop(round_.id, None)
+        if round_.home is not None and round_.state is HELD:
+            self.note_hold(round_.job, round_.groups, now - round_.kept_at)
         if round_.hold_from is not None:
             self.timers.clear(TimerKey(TimerKind.HOLD, round_.id))
         if round_.state is not GATHERING:

@@ -164,7 +164,8 @@ class Holding(Granting):
             if set(round_.groups).isdisjoint(tenancy.reach):
                 continue
             if (threat := self.threat_to(tenancy)) is not None:
-                queues = (self.arbiters[group].queue for group in round_.groups)
+                own = (group for group in round_.groups if group in self.arbiters)
+                queues = (self.arbiters[group].queue for group in own)
                 waiting = dict.fromkeys(round_id for queue in queues for round_id in queue)
                 self.spare_for(threat, tenancy, map(self.rounds.__getitem__, waiting))
                 return True

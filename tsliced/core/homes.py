@@ -64,6 +64,8 @@ class Homes:
     hooks: dict[JobKey, dict[SessionId, None]] = field(default_factory=dict)
     #: Seen on the devices and of no known job.
     strangers: dict[ProcessId, FoundRank] = field(default_factory=dict)
+    #: Jobs that stand for processes of this host of no known job, where those are to be frozen.
+    stranger_jobs: dict[JobKey, ProcessId] = field(default_factory=dict)
     links: Links = field(default_factory=Links)
     #: All hosts of each group that others have devices of too, or alone; the first is its arbiter.
     hosts_of: Mapping[GroupName, tuple[HostName, ...]] = field(default_factory=dict)
@@ -475,14 +477,17 @@ class Homes:
         if not on:
             return []
         self.strangers.pop(found.process, None)
+        watchdog_s: float | None = None
         if key is not None:
-            out = self.all[key].participant.put(found)
+            participant = self.all[key].participant
+            watchdog_s = participant.ranks[found.process].watchdog_s
+            out = participant.put(found)
         else:
             key = self._home_for(job, on)
             watch = WatchProcess(process=found.process)
             out = [watch, *self.all[key].participant.put(found)]
         self._settle_in(found.process, key)
-        if out:
+        if out or found.watchdog_s not in (None, watchdog_s):
             self.tell_arbiters(self.all[key])
         return out
 

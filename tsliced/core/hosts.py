@@ -359,7 +359,7 @@ class Hosts:
                 if (round_ := leasing.open_for(host, message, now)) is not None:
                     leasing.advance(round_, now)
             case Commit():
-                leasing.on_commit(host, message)
+                leasing.on_commit(host, message, now)
             case GiveBack(round=number, group=group):
                 known = leasing.borrowers.get((host, number, group))
                 if known is not None:
@@ -511,6 +511,8 @@ class Hosts:
             pinned = tenancies.all[key].coordinator.pinned
             if pinned is not None and pinned.cause is Cause.NO_HOST_MEMORY:
                 leasing.out += tenancies.clear(key.job, now=now)
+        for key in tenancies.by_group[group]:
+            leasing.watch(key)
         self._note_clients(host, presence, now)
         self._find_strays(host, group, now)
         if group in leasing.arbiters:
@@ -582,7 +584,8 @@ class Hosts:
     def _tell_presence(self, group: GroupName, host: HostName) -> None:
         jobs = dict.fromkeys(key.job for key in self.tenancies.by_group[group])
         clients = [job for job in jobs if self.remains.has_client_here(job)]
-        self._send(host, self.tenancies.presence_of(group, clients))
+        presence = self.tenancies.presence_of(group, clients, self.leasing.watchdog_in)
+        self._send(host, presence)
 
     def _send(self, host: HostName, message: PeerMessage) -> None:
         if host in self.links.up:

@@ -295,7 +295,8 @@ class Leads:
     def _ranks_here(self, tenancy: Tenancy) -> list[tuple[HostName, PresentRank]]:
         here = self.tenancies.host
         ranks = tenancy.participant.ranks.values()
-        return [(here, self.tenancies.present(rank, tenancy)) for rank in ranks]
+        watchdog_in = self.leasing.watchdog_in
+        return [(here, self.tenancies.present(rank, tenancy, watchdog_in(rank))) for rank in ranks]
 
     def on_handed_over(self, host: HostName, message: HandedOver) -> None:
         """A participant knows who moves its tenancy."""

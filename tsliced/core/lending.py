@@ -247,7 +247,7 @@ class Lending(Watchdogs):
             # This daemon has forgotten it.
             claimed = arbiter.claim(round_.id)
             assert claimed, "nobody has it"
-            self.keep_for(round_, message.token)
+            self.keep_for(round_, message.token, now)
             return None
         self.out.append(reservation_of(round_))
         return round_
@@ -271,20 +271,21 @@ class Lending(Watchdogs):
         self.borrowers[host, home_round, group] = number
         return round_
 
-    def keep_for(self, round_: Round, token: Token) -> None:
+    def keep_for(self, round_: Round, token: Token, now: float) -> None:
         """Let a round of another host have a group until it gives it back."""
         round_.state, round_.reserved, round_.reserved_at_home = HELD, 1, True
+        round_.kept_at = now
         round_.tokens = ((round_.groups[0], token),)
         assert round_.home is not None
         claim = round_.job, round_.groups[0]
         self.tenancies.claimed.setdefault(claim, {})[round_.home] = None
         self.out.append(reservation_of(round_))
 
-    def lend(self, round_: Round) -> None:
+    def lend(self, round_: Round, now: float) -> None:
         """Tell another host that its round has a group, for now."""
         if round_.reserved_at_home:
             if round_.commit_asked:
-                self._keep_if_clear(round_)
+                self._keep_if_clear(round_, now)
             return
         group = round_.groups[0]
         token = self.numbers.take()
@@ -320,7 +321,7 @@ class Lending(Watchdogs):
         self.say(round_.home, Committed(round=round_.home_round, group=group, token=token))
         self._tell_waiting(round_)
 
-    def on_commit(self, host: HostName, message: Commit) -> None:
+    def on_commit(self, host: HostName, message: Commit, now: float) -> None:
         """Keep a group for a round of another host, if it still has it."""
         borrower = host, message.round, message.group
         known = self.rounds.get(self.borrowers.get(borrower, NO_ROUND))
@@ -329,12 +330,12 @@ class Lending(Watchdogs):
             self.say(host, Unreserved(round=message.round, group=message.group))
             return
         known.commit_asked = True
-        self._keep_if_clear(known)
+        self._keep_if_clear(known, now)
 
-    def _keep_if_clear(self, round_: Round) -> None:
+    def _keep_if_clear(self, round_: Round, now: float) -> None:
         """Keep a group for a round that has asked for it, unless somebody is on it again."""
         if round_.state is GRANTING:
-            self.keep_for(round_, round_.tokens[0][1])
+            self.keep_for(round_, round_.tokens[0][1], now)
         if round_.state is HELD:
             self._tell_committed(round_)
 

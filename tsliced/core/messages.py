@@ -65,6 +65,10 @@ class PresentRank:
     lead: HostName
     #: ... and in which term.
     term: int
+    #: How long a watchdog in it waits; None: not known.
+    watchdog_s: float | None = None
+    #: Its job stands for it alone: it is of no known one.
+    stranger: bool = False
 
 
 @value

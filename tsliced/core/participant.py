@@ -201,10 +201,10 @@ class Participant:
             )
             self.ranks[found.process] = rank
             return [rank.record(self.tenancy)]
+        rank.watchdog_s = found.watchdog_s if found.watchdog_s is not None else rank.watchdog_s
         if rank.state is RankState.PARKED or rank.operation is not None:
             return []
         grown = not found.devices <= rank.devices
-        rank.watchdog_s = found.watchdog_s if found.watchdog_s is not None else rank.watchdog_s
         rank.devices |= found.devices
         if found.device_bytes:
             rank.device_bytes, rank.bytes_on = found.device_bytes, found.bytes_on

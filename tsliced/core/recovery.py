@@ -259,7 +259,7 @@ def _reservation(machine: Machine, record: ReservationRecord, now: float) -> Non
     leasing.last_place = max(leasing.last_place, record.place)
     if record.token is not None:
         leasing.arbiters[record.group].chosen = round_.id
-        leasing.keep_for(round_, record.token)
+        leasing.keep_for(round_, record.token, now)
 
 
 def _handover(machine: Machine, record: HandoverRecord) -> None:

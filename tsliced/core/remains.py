@@ -112,7 +112,7 @@ class Remains:
         return any(job in jobs for jobs in self.clients_abroad.values())
 
     def _ranks_of(self, job: JobKey) -> list[RankId]:
-        if job in self.tenancies.stranger_jobs:
+        if self.tenancies.is_stranger(job):
             # It never had a client.
             return []
         here = [rank.id for rank in self.tenancies.ranks_of_job(job) if not rank.exited]

@@ -112,8 +112,10 @@ class Round:
     at_once: bool = False
     #: Its host was told that it has the group.
     reserved_at_home: bool = False
-    #: Its host wants to keep it.
+    #: Its host wants to keep it, ...
     commit_asked: bool = False
+    #: ... and does, since then.
+    kept_at: float = 0.0
     #: What others on its devices were asked to take off, and have not answered.
     clearing: set[tuple[JobKey, GroupName]] = field(default_factory=set)
     #: Since when it is held, moved on by what does not count; None: no limit, or not held.

@@ -24,11 +24,6 @@ from tsliced.core.tenancies import Tenancies
 from tsliced.core.tenancy import Tenancy
 
 
-def stranger_job(cluster: str, found: FoundRank) -> JobKey:
-    """Return the key of the job that stands for a stranger."""
-    return JobKey(cluster, found.uid, f"stranger-{found.process.pid}")
-
-
 @dataclass(slots=True, kw_only=True)
 class Inhabitants(Tenancies):
     """All tenancies, those of strangers among them."""
@@ -36,7 +31,6 @@ class Inhabitants(Tenancies):
     cluster: str = ""
     #: Strangers become jobs of their own.
     freeze: bool = False
-    stranger_jobs: dict[JobKey, ProcessId] = field(default_factory=dict)
     #: Strangers no longer: the job that each turned out to be of.
     claims: dict[ProcessId, JobKey] = field(default_factory=dict)
 
@@ -48,11 +42,19 @@ class Inhabitants(Tenancies):
             if found.job is not None:
                 self.claim(found.process, found.job)
         elif found.job is None and self.freeze and self._groups_of(found.devices):
-            job = stranger_job(self.cluster, found)
+            job = self._job_for(found)
             self.stranger_jobs[job] = found.process
             out += [StrangerRecord(job=job, process=found.process), *self.note_stranger(found)]
             found = replace(found, job=job)
         return [*out, *Tenancies.put(self, found, groups)]
+
+    def _job_for(self, found: FoundRank) -> JobKey:
+        """Return the key of the job that stands for a stranger."""
+        name = f"stranger-{found.process.pid}"
+        if len(self.hosts_of_all(self._groups_of(found.devices))) > 1:
+            # A process of another host may have the same number.
+            name = f"{name}-{self.host}"
+        return JobKey(self.cluster, found.uid, name)
 
     def claim(self, process: ProcessId, job: JobKey) -> None:
         """Know whose a process is that was taken for a stranger."""
@@ -77,9 +79,12 @@ class Inhabitants(Tenancies):
         on = self._groups_of(old.participant.ranks[process].devices)
         own = self.tenancies_of(job)
         concerned = [old, *(tenancy for tenancy in own if not on.isdisjoint(tenancy.reach))]
-        at_rest = (Place.ON, Place.OFF)
+        at_rest, stable = (Place.ON, Place.OFF), (Goal.ON, Goal.OFF)
         return all(
-            tenancy.coordinator.place in at_rest and not tenancy.participant.busy
+            # Of what another host moves only its latest order is known.
+            (tenancy.led_here or tenancy.coordinator.goal in stable)
+            and tenancy.coordinator.place in at_rest
+            and not tenancy.participant.busy
             for tenancy in concerned
         )
 

@@ -48,7 +48,7 @@ class Turns(Holding):
         Holding.on_outcome(self, outcome, now)
         match outcome:
             case Evicted(tenancy=key):
-                stranger = key.job in self.tenancies.stranger_jobs
+                stranger = self.tenancies.is_stranger(key.job)
                 self._await_idle(key, 0.0 if stranger else self.limits.idle_park_s, now)
             case Admitted(tenancy=key):
                 self.idle.pop(key, None)
@@ -68,7 +68,7 @@ class Turns(Holding):
             # The end of the last of them lets the clock run anew.
             return
         turn_s = self.limits.stranger_turn_s
-        if key.job not in self.tenancies.stranger_jobs:
+        if not self.tenancies.is_stranger(key.job):
             turn_s = self.limits.courtesy_turn_s
             self._name(tenancy, now)
         if turn_s > 0:

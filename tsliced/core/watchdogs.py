@@ -26,7 +26,6 @@ from tsliced.core.events import WatchdogTold
 from tsliced.core.model import Cause, GroupName, JobKey, RankId, RankState, Reason, TenancyKey
 from tsliced.core.rank import Rank
 from tsliced.core.rounds import Round
-from tsliced.core.sessions import Lease
 from tsliced.core.signals import Admitted, Evicted
 from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Tenancy
@@ -90,11 +89,11 @@ class Watchdogs(Draining):
 
     # --- what is learned ----------------------------------------------------------------------
 
-    def note_hold(self, lease: Lease, now: float) -> None:
-        """Remember for how long a lease was held that ends now."""
-        held_s = now - lease.granted_at
-        job = self.sessions[lease.session].job
-        for group in lease.groups:
+    def note_hold(self, job: JobKey, groups: Iterable[GroupName], held_s: float) -> None:
+        """Remember for how long a job held groups that it has given back."""
+        if held_s < MIN_HOLD_S:
+            return
+        for group in groups:
             self.holds.setdefault(group, deque(maxlen=MAX_HOLDS)).append((job, held_s))
 
     def note_move(self, outcome: Outcome, now: float) -> None:
@@ -130,6 +129,12 @@ class Watchdogs(Draining):
             return
         session.watchdog_s = event.limit_s
         key = self.tenancies.home.get(session.process)
+        if key is not None:
+            self.tenancies.tell_arbiters(self.tenancies.all[key])
+            self.watch(key)
+
+    def watch(self, key: TenancyKey) -> None:
+        """Let the clock run for a parked tenancy of whose watchdogs something new may be known."""
         if key in self.parked_at:
             self._set_clock(self.tenancies.all[key])
 
@@ -138,12 +143,17 @@ class Watchdogs(Draining):
         known = [
             Watchdog(rank=rank.id, limit_s=limit_s)
             for rank in tenancy.participant.ranks.values()
-            if (limit_s := self._limit_in(rank)) is not None
+            if (limit_s := self.watchdog_in(rank)) is not None
+        ]
+        known += [
+            Watchdog(rank=rank, limit_s=present.watchdog_s)
+            for rank, present in tenancy.abroad.items()
+            if present.watchdog_s is not None
         ]
         return min(known, key=lambda watchdog: watchdog.limit_s, default=None)
 
-    def _limit_in(self, rank: Rank) -> float | None:
-        """Return what a process said itself, else what it was started with."""
+    def watchdog_in(self, rank: Rank) -> float | None:
+        """Return how long watchdogs wait in a rank: as it said itself, else as it was started."""
         sessions = (self.sessions[name] for name in self.by_process.get(rank.id.process, ()))
         told = [s.watchdog_s for s in sessions if s.watchdog_s is not None]
         return min(told, default=rank.watchdog_s)
@@ -170,7 +180,7 @@ class Watchdogs(Draining):
 
     def never_asked(self, job: JobKey) -> bool:
         """Whether a job is on devices though no client of it ever asked for them."""
-        if job in self.tenancies.stranger_jobs:
+        if self.tenancies.is_stranger(job):
             return True
         asked = any(session.leases or session.ended for session in self.sessions_of(job))
         return not asked and not self.is_orphaned(job)
@@ -205,15 +215,16 @@ class Watchdogs(Draining):
         if tenancy is None or watchdog is None or not self._is_parked(tenancy):
             self.parked_at.pop(key, None)
             return
-        parked_s = now - self.parked_at[key]
+        parked_s, rank = now - self.parked_at[key], watchdog.rank
         if parked_s < watchdog.limit_s:
             self._set_clock(tenancy)
             return
         # Once is enough.
         del self.parked_at[key]
+        where = "" if rank.host == self.tenancies.host else f" on {rank.host}"
         text = (
             f"it has been without its devices for {parked_s:.0f} s, and a watchdog of its process "
-            f"{watchdog.rank.process.pid} waits for {watchdog.limit_s:g} s: it may end itself"
+            f"{rank.process.pid}{where} waits for {watchdog.limit_s:g} s: it may end itself"
         )
         facts = {**_facts(key, watchdog), "parked_s": parked_s, "reason": text, "way_out": _HELPS}
         self.out.append(Note(kind="watchdog", level="warning", facts=facts))

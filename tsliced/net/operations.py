@@ -158,7 +158,8 @@ class Operations:
                 text = f"there is no group {name!r}; there are: {known}"
                 return Refusal("unknown_group", text)
             if arbiters[name] != here:
-                text = f"group {name} is arbitrated by {arbiters[name]}: order it there"
+                there = arbiters[name]
+                text = f"group {name} is arbitrated by {there}: type it on {there}"
                 return Refusal("refused", text)
         return wanted
 

@@ -337,7 +337,7 @@ def test_a_process_that_turns_out_to_be_of_another_job_is_of_that_job_everywhere
     lab[N2].context(None, *lab[N2].groups[0].devices, pid=pid)
     lab[N2].look()
     lab.run()
-    assert {key.job.id for key in lab[N1].machine.tenancies.abroad.values()} == {"stranger-4711"}
+    assert {key.job.id for key in lab[N1].machine.tenancies.abroad.values()} == {"stranger-4711-n2"}
     lab[N2].session(job("a"), pid=pid)
     lab.run()
     assert {key.job for key in lab[N1].machine.tenancies.abroad.values()} == {job("a")}

@@ -294,7 +294,7 @@ def test_a_session_of_another_host_claims_no_process_of_this_one() -> None:
     lab.run()
     lab.restart(N1)
     lab.run()
-    assert {key.job.id for key in lab[N1].machine.tenancies.home.values()} == {"stranger-4711"}
+    assert {key.job.id for key in lab[N1].machine.tenancies.home.values()} == {"stranger-4711-n1"}
 
 
 def test_a_driver_outside_of_the_group_keeps_its_lease_when_any_daemon_restarts_g8() -> None:
