@@ -30,6 +30,10 @@ MAX_EVENTS = 10_000
 MAX_TIMEOUT_S = 1e9
 #: A client that promised more would be cut off by every hiccup of its machine.
 MIN_HEARTBEAT_S = 0.1
+#: Unix seconds of an instant, year 5138.
+MAX_INSTANT = 1e11
+#: Names by which events may be chosen, of each kind.
+MAX_CHOICES = 64
 MAX_PID = 1 << 22
 MAX_UID = (1 << 32) - 2
 
@@ -117,6 +121,18 @@ def names_field(message: Message, field: str, most: int, *, least: int = 1) -> t
         # As `is_name` has it: with one name the call would cost as much as the rest.
         if not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()):
             refuse_field(message, field, f"must hold names of 1 to {MAX_NAME} printable characters")
+    return tuple(values)
+
+
+def choices_field(message: Message, field: str) -> tuple[str, ...]:
+    values = message.get(field)
+    if values is None:
+        return ()
+    if not (isinstance(values, list) and len(values) <= MAX_CHOICES):
+        refuse_field(message, field, f"must be a list of at most {MAX_CHOICES} names")
+    for value in values:
+        if not (isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()):
+            refuse_field(message, field, f"must hold 1 to {MAX_TEXT} printable characters each")
     return tuple(values)
 
 

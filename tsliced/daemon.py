@@ -59,7 +59,9 @@ from tsliced.net.peers import Peers, listen_for_peers
 from tsliced.net.server import Server
 from tsliced.net.shares import Shares
 from tsliced.observe.details import Details
+from tsliced.observe.sampling import Sampler
 from tsliced.observe.status import StatusPage, summary
+from tsliced.observe.told import Told, ToldLimits
 from tsliced.reloading import Reloader, ReloadRefused
 from tsliced.reserving import Ledgers
 from tsliced.sdnotify import Notifier
@@ -265,7 +267,9 @@ class Daemon:
         machine = self._make_machine(groups, journal)
         around = Surroundings(
             journal=journal,
-            history=journal.open_history(config.history.max_events),
+            history=journal.open_history(
+                config.history.max_events, recording=config.history.record
+            ),
             backend=base.backend,
             scanner=Scanner(groups, base.devices, membership, base.backend),
             membership=membership,
@@ -335,7 +339,10 @@ class Daemon:
 
     def _open_journal(self, stack: contextlib.AsyncExitStack) -> Journal:
         state_dir = Path(self.config.daemon.state_dir)
-        limits = JournalLimits(history_max_bytes=self.config.history.max_bytes)
+        history = self.config.history
+        limits = JournalLimits(
+            history_max_bytes=history.max_bytes, history_max_age_s=history.max_age_s
+        )
         journal = Journal.open(state_dir, now_unix=time.time(), limits=limits)
         stack.callback(journal.close)
         for warning in journal.warnings:
@@ -351,6 +358,7 @@ class Daemon:
             ceiling=journal.ceiling,
             cluster=self.config.daemon.cluster,
             freeze_strangers=self.config.scan.strangers == "freeze",
+            recording=self.config.history.record,
         )
         machine = Machine(config, random=Random())
         recover(machine, journal.load(), now=time.monotonic())
@@ -391,6 +399,14 @@ class Daemon:
             reserved_bytes=around.ledgers.host.promised,
         )
         details = Details(machine=driver.machine, status=status)
+        history = config.history
+        limits = ToldLimits(
+            max_events_per_s=history.max_job_events_per_s,
+            max_names=history.max_job_names,
+            max_jobs=history.max_jobs,
+        )
+        told = Told(limits, driver.write)
+        driver.sampler = Sampler(driver.write, interval_s=lambda: self.config.history.sample_s)
         peers = None
         if (door := base.door) is not None:
             peers = driver.hosts = Peers(
@@ -412,6 +428,7 @@ class Daemon:
             status=status,
             shares=shares,
             vault=self.notifier,
+            told=told,
             peers=peers,
         )
 

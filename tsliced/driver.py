@@ -13,7 +13,7 @@ import asyncio
 import signal
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -58,12 +58,13 @@ from tsliced.core.model import (
 )
 from tsliced.core.reconfiguring import objections
 from tsliced.host.backends.base import Backend, Outcome
-from tsliced.host.history import History
+from tsliced.host.history import Fact, History
 from tsliced.host.journal import Journal, JournalError
 from tsliced.host.membership import Membership
 from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError, send_signal
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
+from tsliced.observe.sampling import Sampler
 from tsliced.reserving import Ledgers, Reserving
 
 
@@ -121,6 +122,8 @@ class Driver:
         self.clients: Clients | None = None
         self.hosts: Hosts | None = None
         self._loop = asyncio.get_running_loop()
+        #: Adds up how busy the devices are.
+        self.sampler: Sampler | None = None
         self._queue: list[Event] = []
         self._turn: asyncio.Handle | None = None
         #: Lines that are due, for what was done.
@@ -205,6 +208,8 @@ class Driver:
     def close(self) -> None:
         """Take no more events. May be repeated."""
         if not self._closed and self.broken is None:
+            if self.sampler is not None:
+                self.sampler.write(self.machine.config.groups)
             self.catch_up()
         self._closed = True
         self.write_notes()
@@ -370,6 +375,10 @@ class Driver:
 
     def note(self, kind: str, level: str, /, **facts: str | float | bool | None) -> None:
         """Add a line to the log and the history that does not come from the core."""
+        self.write(kind, level, facts)
+
+    def write(self, kind: str, level: str, facts: Mapping[str, Fact]) -> None:
+        """Do the same with facts of any names."""
         self._notes.append(Note(kind=kind, level=level, facts=facts))
         if self._closed:
             self.write_notes()
@@ -476,6 +485,9 @@ class Driver:
                 continue
             failing = False
             self.post(GroupsObserved(found=found, lost=tuple(lost.items())))
+            if self.sampler is not None:
+                scanner, groups = self.around.scanner, self.machine.config.groups
+                self.sampler.add(scanner.readings, scanner.utilization, groups, time.monotonic())
             self.promise_host_memory()
 
     def _notice_hindered(self) -> None:

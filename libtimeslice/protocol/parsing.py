@@ -13,6 +13,7 @@ from libtimeslice.fields import (
     MAX_FIELDS,
     MAX_GROUPS,
     MAX_ID,
+    MAX_INSTANT,
     MAX_NAME,
     MAX_PID,
     MAX_RANKS,
@@ -21,6 +22,7 @@ from libtimeslice.fields import (
     MAX_UID,
     MIN_HEARTBEAT_S,
     Message,
+    choices_field,
     flag_field,
     groups_field,
     id_field,
@@ -231,6 +233,11 @@ def _parse_events(message: Message) -> EventsQuery:
         since=optional_int_field(message, "since", 0, MAX_ID),
         follow=flag_field(message, "follow", absent=False),
         limit=MAX_EVENTS if limit is None else limit,
+        after=optional_number_field(message, "after", 0, MAX_INSTANT),
+        before=optional_number_field(message, "before", 0, MAX_INSTANT),
+        groups=choices_field(message, "groups"),
+        jobs=choices_field(message, "jobs"),
+        kinds=choices_field(message, "kinds"),
     )
 
 

@@ -164,6 +164,13 @@ class EventsQuery:
     since: int | None
     follow: bool
     limit: int
+    #: Unix seconds: not before, and before.
+    after: float | None = None
+    before: float | None = None
+    #: Of these alone; empty: of all.
+    groups: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 @_value

@@ -34,6 +34,7 @@ def host(softcuda_build: Path) -> Iterator[Host]:
                 "max_frame_bytes": 4096,
                 "max_send_buffer_bytes": 1 << 16,
             },
+            "history": {"max_job_events_per_s": 1000.0},
         },
     )
     host.start_daemon()

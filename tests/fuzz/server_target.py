@@ -43,6 +43,7 @@ from tsliced.net.server import Server
 from tsliced.net.shares import Shares
 from tsliced.observe.details import Details
 from tsliced.observe.status import StatusPage
+from tsliced.observe.told import Told, ToldLimits
 from tsliced.sdnotify import Notifier
 
 LIMIT_S = 60.0
@@ -394,6 +395,7 @@ async def server_target(directory: Path, of: list[ProcessId]) -> AsyncIterator[S
             )
             shares = Shares(SERVER_LIMITS, descriptors=1024, watched=lambda: daemon.driver.watched)
             details = Details(machine=daemon.machine, status=page)
+            told = Told(ToldLimits(), daemon.driver.write)
             server = Server(
                 daemon.driver,
                 SERVER_LIMITS,
@@ -404,6 +406,7 @@ async def server_target(directory: Path, of: list[ProcessId]) -> AsyncIterator[S
                 status=page,
                 shares=shares,
                 vault=Notifier({}),
+                told=told,
             )
             daemon.driver.clients = server
             pids = [*(process.pid for process in of), os.getpid(), 1, (1 << 22) - 1]

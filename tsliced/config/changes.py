@@ -23,7 +23,15 @@ _AT_START: Final = {
     ),
     "authority": ("device_cgroup", "clients"),
     "scan": ("nvml_timeout_s", "strangers"),
-    "history": ("max_events", "max_bytes"),
+    "history": (
+        "max_events",
+        "max_bytes",
+        "max_age_s",
+        "record",
+        "max_job_events_per_s",
+        "max_job_names",
+        "max_jobs",
+    ),
     # Both sides of a link go by them from its first message on.
     "peers": tuple(item.name for item in fields(PeerSettings)),
     "limits.core": ("block", "story"),

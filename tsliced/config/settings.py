@@ -188,8 +188,21 @@ class HistorySettings:
     max_events: int = 5_000
     #: On disk; beyond it the oldest go.
     max_bytes: int = ruled(1 << 30, least=1 << 20)
+    #: What is older goes too.
+    max_age_s: float = ruled(30 * 86_400.0, least=60.0)
     #: Events are written in batches; the last one is lost when the machine loses power.
     flush_interval_s: float = 1.0
+    #: Without it there are no events, no report, and hardly any metrics.
+    record: bool = True
+    #: How busy each device was is recorded so often, while it is busy.
+    sample_s: float = ruled(10.0, least=1.0)
+    #: What jobs tell of themselves, for each of them: so many events a second; what comes faster is
+    #: put together.
+    max_job_events_per_s: float = ruled(2.0, least=0.01)
+    #: Names that one job may give to its own figures and queues, and phases, each.
+    max_job_names: int = ruled(64, most=1024)
+    #: Jobs whose own figures are kept, the latest ones.
+    max_jobs: int = ruled(1024, most=65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,8 +93,10 @@ class Books:
     left: dict[JobKey, None] = field(default_factory=dict)
     #: Held, and not in the history yet; those that are held for longest come first.
     untold: dict[LeaseId, Lease] = field(default_factory=dict)
-    #: By job, as the history has it, and groups: what is over, and not in the history yet.
-    tallies: dict[tuple[str, tuple[GroupName, ...]], Tally] = field(default_factory=dict)
+    #: By job, as the history has it, groups and phase: what is over, and not in the history yet.
+    tallies: dict[tuple[str, tuple[GroupName, ...], str], Tally] = field(default_factory=dict)
+    #: Whether there is a history to tell of leases that nobody waits for.
+    recording: bool = True
     #: A clock runs for both.
     untold_timed: bool = False
     #: Groups that must be looked at before the event is done with.
@@ -332,6 +334,10 @@ class Books:
 
     def note_later(self, lease: Lease, now: float) -> None:
         """Note a lease that was granted at once when it has lasted, or else with others like it."""
+        if not self.recording:
+            if _level(lease) != "debug":
+                self.note_granted(lease, now)
+            return
         self.untold[lease.id] = lease
         if not self.untold_timed:
             self._time_untold(now)
@@ -365,21 +371,22 @@ class Books:
 
     def note_tallies(self) -> None:
         """Note what is over; it comes before whatever is noted next."""
-        for (job, groups), tally in self.tallies.items():
+        for (job, groups, phase), tally in self.tallies.items():
             facts: dict[str, Fact] = {
                 "job": job,
                 "groups": ",".join(groups),
                 "leases": tally.leases,
                 "held_s": tally.held_s,
+                "ranks": tally.last.ranks,
                 "lease": tally.last.id,
                 "token": tally.last.tokens[0][1].as_int(),
-                "phase": tally.last.phase or None,
+                "phase": phase or None,
             }
             self.out.append(Note(kind="held", level="debug", facts=facts))
         self.tallies.clear()
 
     def _count(self, lease: Lease, now: float) -> None:
-        key = (self.sessions[lease.session].job_name, lease.groups)
+        key = (self.sessions[lease.session].job_name, lease.groups, lease.phase)
         if (tally := self.tallies.get(key)) is None:
             tally = self.tallies[key] = Tally(last=lease)
         tally.last = lease
@@ -428,6 +435,8 @@ class Books:
                 self._count(lease, now)
                 return
             self.note_granted(lease, now)
+        if not self.recording and _level(lease) == "debug":
+            return
         facts = self._facts(lease)
         facts["held_s"] = now - lease.granted_at
         facts["cause"] = code

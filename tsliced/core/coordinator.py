@@ -73,6 +73,15 @@ class Place(Enum):
     ASKING = "asking"
 
 
+#: As events name the time that a goal took.
+_STEPS = {
+    Goal.FROZEN: "freeze_s",
+    Goal.OFF: "snapshot_s",
+    Goal.RESTORED: "restore_s",
+    Goal.ON: "thaw_s",
+    Goal.QUERY: "query_s",
+}
+
 #: As with `RoundState`: every acquire and every report asks for them.
 _BLOCKED = Place.BLOCKED
 _STABLE = (Place.ON, Place.OFF, Place.BLOCKED)
@@ -137,6 +146,8 @@ class Coordinator:
     began_at: float = 0.0
     #: ... and when the goal was ordered that is waited for.
     ordered_at: float = 0.0
+    #: What hosts have taken so far for each goal of the move under way, in seconds.
+    taken: dict[Goal, float] = field(default_factory=dict)
     #: Evictions and admissions that were carried through.
     moves: int = 0
     #: Epochs are exhausted, or a pause is to pass: the place to go to then.
@@ -250,6 +261,7 @@ class Coordinator:
     def _begin(self, place: Place, now: float) -> list[Effect]:
         assert self.stable, "a move ends before the next one begins"
         self.reason, self.began_at, self._recoveries = None, now, 0
+        self.taken.clear()
         self._off_ordered, self._was_on = place is Place.ASKING, self.place is Place.ON
         return self._turn(place, now)
 
@@ -301,6 +313,7 @@ class Coordinator:
         return self.record()
 
     def _complete(self, now: float) -> list[Effect]:
+        self._count_time(now)
         if self.place is Place.ASKING:
             return self._decide(now)
         if (after := NEXT.get(self.place)) is not None:
@@ -369,7 +382,12 @@ class Coordinator:
 
     # --- decisions ----------------------------------------------------------------------------
 
+    def _count_time(self, now: float) -> None:
+        goal = GOALS[self.place]
+        self.taken[goal] = self.taken.get(goal, 0.0) + now - self.ordered_at
+
     def _on_failure(self, reason: Reason, now: float) -> list[Effect]:
+        self._count_time(now)
         back = FALLBACK[self.place]
         if self.reason is None:
             self.reason = reason
@@ -494,6 +512,8 @@ class Coordinator:
                 "groups": ",".join(self.tenancy.groups),
                 "epoch": self.stamp.epoch.as_int(),
                 "seconds": now - self.began_at,
+                **{_STEPS[goal]: seconds for goal, seconds in self.taken.items()},
+                "cause": reason.cause.value if reason else None,
                 "reason": str(reason) if reason else None,
             },
         )

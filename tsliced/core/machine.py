@@ -163,6 +163,8 @@ class MachineConfig:
     cluster: str = ""
     #: Let strangers on the devices be jobs of their own, which make room for others.
     freeze_strangers: bool = False
+    #: Tell the history of each lease; else only of those that had to wait, for the log.
+    recording: bool = True
 
 
 class Machine:
@@ -193,6 +195,7 @@ class Machine:
             timers=self.timers,
             random=random,
             max_hold_s=longest_holds(config),
+            recording=config.recording,
         )
         self.fronting = Fronting(books=self.leasing, links=self.tenancies.links)
         self.ending = Ending(

@@ -75,6 +75,7 @@ class Pending:
     op: OpId
     step: Step
     order: Order
+    began_at: float
     #: HOOKS: they are told to resume, not to quiesce.
     resumes: bool = False
 
@@ -159,8 +160,11 @@ class Participant:
 
     def on_step(self, event: MemoryReserved | HooksRun, *, now: float) -> list[Effect]:
         """Go on after a reservation or after hooks."""
+        pending = self.pending
         self._take_pending(event.op, event.failure)
-        return self._drive(now)
+        if pending is None or pending.step is not Step.HOOKS:
+            return self._drive(now)
+        return [self._note_hooks(pending, event.failure, now), *self._drive(now)]
 
     def on_operation(self, event: OperationFinished, *, now: float) -> list[Effect]:
         """Take in what became of a rank."""
@@ -273,18 +277,18 @@ class Participant:
 
     def _toward_frozen(self, order: Order, now: float) -> list[Effect]:
         if Step.SCAN not in self._done:
-            return [self._scan(order, Step.SCAN)]
+            return [self._scan(order, Step.SCAN, now)]
         moving = [rank for rank in self.ranks.values() if rank.state is not RankState.PARKED]
         if self._short_of_host_memory(moving):
-            return [self._reserve_host_memory(order, moving)]
+            return [self._reserve_host_memory(order, moving, now)]
         if Step.HOOKS not in self._done and self.hook_sessions and moving:
             self.quiesced = True
-            return [self._run_hooks(order, quiesce=True)]
+            return [self._run_hooks(order, now, quiesce=True)]
         # Serially: the first freeze waits for its collective, the next ones fall just after it.
         for rank in self._in_state(RankState.RUNNING):
             return self._start(rank, Verb.FREEZE, now)
         if Step.RESCAN not in self._done:
-            return [self._scan(order, Step.RESCAN)]
+            return [self._scan(order, Step.RESCAN, now)]
         return []
 
     def _toward_off(self, order: Order, now: float) -> list[Effect]:
@@ -293,11 +297,11 @@ class Participant:
             return self._start(rank, Verb.FREEZE, now)
         frozen = self._in_state(RankState.FROZEN)
         if self._short_of_host_memory(frozen):
-            return [self._reserve_host_memory(order, frozen)]
+            return [self._reserve_host_memory(order, frozen, now)]
         if frozen:
             return self._start_disjoint(frozen, Verb.SNAPSHOT, now)
         if Step.RESCAN not in self._done:
-            return [self._scan(order, Step.RESCAN)]
+            return [self._scan(order, Step.RESCAN, now)]
         settle = SettleHostMemory(tenancy=self.tenancy, parked=True)
         free = FreeMemory(tenancy=self.tenancy, host=False, device=True)
         return [settle, free, *self._give_answer(order)]
@@ -305,9 +309,9 @@ class Participant:
     def _toward_restored(self, order: Order, now: float) -> list[Effect]:
         parked = self._in_state(RankState.PARKED)
         if Step.SCAN not in self._done and (parked or self.away):
-            return [self._scan(order, Step.SCAN)]
+            return [self._scan(order, Step.SCAN, now)]
         if Step.RESERVE not in self._done and parked:
-            return [self._reserve_device_memory(order, parked)]
+            return [self._reserve_device_memory(order, parked, now)]
         if parked and (other := self.company(self.tenancy)) is not None:
             text = f"pid {other.process.pid} of another job is on the devices, or comes onto them"
             self._fail(Reason(cause=Cause.OCCUPIED, text=text))
@@ -330,7 +334,7 @@ class Participant:
         if frozen := self._in_state(RankState.FROZEN):
             return [effect for rank in frozen for effect in self._start(rank, Verb.THAW, now)]
         if self.owes_resume:
-            return [self._run_hooks(order, quiesce=False)]
+            return [self._run_hooks(order, now, quiesce=False)]
         return []
 
     def _start_disjoint(self, ranks: list[Rank], verb: Verb, now: float) -> list[Effect]:
@@ -366,17 +370,17 @@ class Participant:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _begin(self, order: Order, step: Step, *, resumes: bool = False) -> OpId:
+    def _begin(self, order: Order, step: Step, now: float, *, resumes: bool = False) -> OpId:
         op = self.numbers.take_op()
-        self.pending = Pending(op=op, step=step, order=order, resumes=resumes)
+        self.pending = Pending(op=op, step=step, order=order, began_at=now, resumes=resumes)
         return op
 
-    def _scan(self, order: Order, step: Step) -> Effect:
+    def _scan(self, order: Order, step: Step, now: float) -> Effect:
         self._scans += 1
         parked = self._in_state(RankState.PARKED) if order.goal is Goal.OFF else []
         allowed = self._allowed_residue(parked)
         return ScanGroups(
-            op=self._begin(order, step),
+            op=self._begin(order, step, now),
             tenancy=self.tenancy,
             expect_gone=frozenset(rank.id.process for rank in parked),
             residue_bytes=allowed if parked else 0,
@@ -388,24 +392,24 @@ class Participant:
     def _short_of_host_memory(self, moving: list[Rank]) -> bool:
         return any(r.device_bytes > self._reserved.get(r.id.process, -1) for r in moving)
 
-    def _reserve_host_memory(self, order: Order, moving: list[Rank]) -> Effect:
+    def _reserve_host_memory(self, order: Order, moving: list[Rank], now: float) -> Effect:
         self._reserved |= {rank.id.process: rank.device_bytes for rank in moving}
         return ReserveHostMemory(
-            op=self._begin(order, Step.RESERVE),
+            op=self._begin(order, Step.RESERVE, now),
             tenancy=self.tenancy,
             demands=tuple((rank.id, rank.device_bytes) for rank in moving),
         )
 
-    def _reserve_device_memory(self, order: Order, parked: list[Rank]) -> Effect:
+    def _reserve_device_memory(self, order: Order, parked: list[Rank], now: float) -> Effect:
         return ReserveDeviceMemory(
-            op=self._begin(order, Step.RESERVE),
+            op=self._begin(order, Step.RESERVE, now),
             tenancy=self.tenancy,
             demands=tuple((rank.id, rank.needs()) for rank in parked),
         )
 
-    def _run_hooks(self, order: Order, *, quiesce: bool) -> Effect:
+    def _run_hooks(self, order: Order, now: float, *, quiesce: bool) -> Effect:
         return RunHooks(
-            op=self._begin(order, Step.HOOKS, resumes=not quiesce),
+            op=self._begin(order, Step.HOOKS, now, resumes=not quiesce),
             tenancy=self.tenancy,
             sessions=tuple(self.hook_sessions),
             quiesce=quiesce,
@@ -532,10 +536,28 @@ class Participant:
                 "job": str(self.tenancy.job),
                 "groups": ",".join(self.tenancy.groups),
                 "rank": str(rank.id),
+                "epoch": operation.epoch.as_int(),
                 "verb": operation.verb.value,
                 "state": event.observed.value,
                 "seconds": event.seconds,
                 "bytes": event.moved_bytes,
+                "cause": event.failure.cause.value if event.failure else None,
                 "reason": str(event.failure) if event.failure else None,
+            },
+        )
+
+    def _note_hooks(self, pending: Pending, failure: Reason | None, now: float) -> Note:
+        return Note(
+            kind="hooks",
+            level="info" if failure is None else "warning",
+            facts={
+                "job": str(self.tenancy.job),
+                "groups": ",".join(self.tenancy.groups),
+                "host": self.host,
+                "epoch": pending.order.stamp.epoch.as_int(),
+                "verb": "resume" if pending.resumes else "quiesce",
+                "seconds": now - pending.began_at,
+                "cause": failure.cause.value if failure else None,
+                "reason": str(failure) if failure else None,
             },
         )

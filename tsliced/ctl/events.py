@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
-from libtimeslice.connection import ConnectionLost
+from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.errors import DaemonUnreachable
 from libtimeslice.fields import MAX_EVENTS
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, notices, open_daemon
 from tsliced.ctl.failures import DONE
+from tsliced.ctl.history import Choice, add_choice_options, choice_of, read_pages
 from tsliced.ctl.names import job_text
-from tsliced.ctl.options import Commands, count, limit_of
+from tsliced.ctl.options import Commands, limit_of
 from tsliced.ctl.output import clock, duration, print_json, printable, say, size, styled, use_colour
 
 #: Events that are shown when neither --since nor --limit says how many.
@@ -31,9 +34,7 @@ def add_commands(commands: Commands) -> None:
     """Declares the command of this module."""
     events = commands.add("events", "show what happened: grants, releases, moves, faults")
     events.add_argument("-f", "--follow", action="store_true", help="go on with what happens next")
-    events.add_argument(
-        "--since", metavar="N", type=count, help="begin with the event of this number"
-    )
+    add_choice_options(events)
     events.add_argument(
         "--kind",
         metavar="KIND",
@@ -44,47 +45,71 @@ def add_commands(commands: Commands) -> None:
         "--limit",
         metavar="N",
         type=limit_of(MAX_EVENTS),
-        default=DEFAULT_LIMIT,
-        help=f"ask for at most so many past events (default {DEFAULT_LIMIT}, at most {MAX_EVENTS})",
+        help="show at most so many past events: the latest, or from --since on (default: "
+        f"{DEFAULT_LIMIT} where nothing says which, else all)",
     )
     events.set_defaults(call=show_events)
 
 
 def show_events(options: argparse.Namespace) -> int:
     """Prints one line an event; with ``--json`` one document, or one a line with ``--follow``."""
+    choice = choice_of(options, options.kind or ())
     if not options.follow:
         with open_daemon(options) as daemon:
-            answer = ask(daemon, "events", since=options.since, limit=options.limit)
-        chosen = [event for event in answer["events"] if _is_chosen(event, options)]
+            events, following = _past(daemon, choice, options)
         if options.json:
-            print_json({"events": chosen, "next": answer["next"]})
+            print_json({"events": events, "next": following})
         else:
-            for event in chosen:
+            for event in events:
                 _print_line(event)
         return DONE
-    for event in followed(options):
-        if _is_chosen(event, options):
-            if options.json:
-                print_json({"event": event})
-            else:
-                _print_line(event)
+    for event in followed(options, choice):
+        if options.json:
+            print_json({"event": event})
+        else:
+            _print_line(event)
     return DONE
 
 
-def followed(options: argparse.Namespace) -> Iterator[Message]:
+def _past(
+    daemon: Connection, choice: Choice, options: argparse.Namespace
+) -> tuple[list[Message], int]:
+    """Returns what happened, and the number of the event to go on with."""
+    limit: int | None = options.limit
+    if choice == Choice():
+        answer = ask(daemon, "events", limit=limit or DEFAULT_LIMIT)
+        return answer["events"], answer["next"]
+    from_there_on = options.since is not None
+    kept = deque[Message](maxlen=None if from_there_on else limit)
+    following = 0
+    for events, end in read_pages(daemon, choice):
+        kept += events
+        following = end
+        if from_there_on and limit is not None and len(kept) >= limit:
+            events = list(kept)[:limit]
+            return events, events[-1]["seq"] + 1
+    return list(kept), following
+
+
+def followed(options: argparse.Namespace, choice: Choice) -> Iterator[Message]:
     """Yields past events, then new ones for ever; goes on after a restart where it was.
 
     Raises DaemonUnreachable if there is no daemon at first, or when it stays away for longer than
     RECONNECT_S.
     """
-    since: int | None = options.since
     give_up_at = 0.0
+    is_first = True
     while True:
         try:
-            for event in _stream(options, since):
-                since = int(event["seq"]) + 1
-                give_up_at = 0.0
-                yield event
+            with open_daemon(options) as daemon:
+                if is_first:
+                    events, following = _past(daemon, choice, options)
+                    yield from events
+                    is_first, choice = False, replace(choice, since=following)
+                for event in _stream(daemon, choice):
+                    choice = replace(choice, since=int(event["seq"]) + 1)
+                    give_up_at = 0.0
+                    yield event
         except ConnectionLost:
             if not give_up_at:
                 say(f"lost the daemon; trying again for {RECONNECT_S:.0f} s")
@@ -95,16 +120,16 @@ def followed(options: argparse.Namespace) -> Iterator[Message]:
         time.sleep(RETRY_S)
 
 
-def _stream(options: argparse.Namespace, since: int | None) -> Iterator[Message]:
-    """Yields the events of one connection; raises DaemonUnreachable when it ends."""
-    with open_daemon(options) as daemon:
-        answer = ask(daemon, "events", since=since, follow=True, limit=options.limit)
-        yield from answer["events"]
-        yield from (notice["event"] for notice in notices(daemon, "event"))
-
-
-def _is_chosen(event: Message, options: argparse.Namespace) -> bool:
-    return not options.kind or event["kind"] in options.kind
+def _stream(daemon: Connection, choice: Choice) -> Iterator[Message]:
+    """Yields what happened since, and all that happens, until the connection ends."""
+    for events, following in read_pages(daemon, choice, follow=True):
+        yield from events
+        choice = replace(choice, since=following)
+    for notice in notices(daemon, "event"):
+        event = notice["event"]
+        # What came while the pages were read is in them already.
+        if event["seq"] >= choice.since:
+            yield event
 
 
 def _print_line(event: Message) -> None:

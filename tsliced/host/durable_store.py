@@ -8,6 +8,7 @@ journal and why it is not in here.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 import time
@@ -24,7 +25,7 @@ from tsliced.host.journal_error import JournalCode, JournalError, from_os_error,
 from tsliced.host.kept_log import newer_text
 
 #: Version of the tables, in ``PRAGMA user_version``. Records have their own, in `record_codec`.
-TABLES_VERSION: Final = 2
+TABLES_VERSION: Final = 3
 
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS numbers (
@@ -49,6 +50,13 @@ _MIGRATIONS: Final[dict[int, str]] = {
     0: _TABLES,
     # Events were maps, and are entries.
     1: "DELETE FROM history;",
+    # When they happened. Of what is there already that is not known: from then on it grows old.
+    2: """
+ALTER TABLE history ADD COLUMN begin_at REAL NOT NULL DEFAULT 0;
+ALTER TABLE history ADD COLUMN end_at REAL NOT NULL DEFAULT 0;
+UPDATE history SET end_at = strftime('%s', 'now');
+CREATE INDEX history_by_end ON history (end_at);
+""",
 }
 
 #: The only other user is an operator's tool that reads.
@@ -74,12 +82,15 @@ class Numbers:
 class DurableStore:
     """The database. Every method may block on the disk and raises `JournalError`."""
 
-    def __init__(self, path: Path, *, history_max_bytes: int) -> None:
+    def __init__(
+        self, path: Path, *, history_max_bytes: int, history_max_age_s: float = math.inf
+    ) -> None:
         self.path = path
         #: Commits that waited for the disk, and how long the last ones took, in seconds.
         self.fsync_count = 0
         self.fsync_s: deque[float] = deque(maxlen=_FSYNCS_REMEMBERED)
         self._history_max_bytes = history_max_bytes
+        self._history_max_age_s = history_max_age_s
         self._db = _connect(path)
         try:
             with self._errors("open"):
@@ -120,16 +131,22 @@ class DurableStore:
         self.fsync_count += 1
 
     def append_history(self, entries: Sequence[Entry]) -> None:
-        """Store a batch of events as one row; drop the oldest rows above the size limit.
+        """Store a batch of events as one row; drop the oldest rows above the limits.
 
         Without an fsync: a power cut may take the last batches, kill -9 takes none.
         """
         # Facts are plain values; anything else is kept as its text rather than lost.
         packed = msgpack.packb(entries, default=str, unicode_errors="surrogatepass")
-        row = (entries[0][0], entries[-1][0], packed)
+        times = [at_unix for _, at_unix, *_ in entries]
+        row = (entries[0][0], entries[-1][0], packed, min(times), max(times))
         with self._errors("write to"), self._without_fsync():
-            self._db.execute("REPLACE INTO history VALUES (?, ?, ?)", row)
+            self._db.execute(
+                "REPLACE INTO history (first, last, events, begin_at, end_at) "
+                "VALUES (?, ?, ?, ?, ?)",
+                row,
+            )
             self._history_bytes += len(packed)
+            self._drop_older_than(times[-1] - self._history_max_age_s)
             while self._history_bytes > self._history_max_bytes:
                 self._drop_oldest()
 
@@ -138,6 +155,10 @@ class DurableStore:
         first, size = self._db.execute(query).fetchone()
         self._db.execute("DELETE FROM history WHERE first = ?", (first,))
         self._history_bytes -= size
+
+    def _drop_older_than(self, limit_unix: float) -> None:
+        query = "DELETE FROM history WHERE end_at < ? RETURNING length(events)"
+        self._history_bytes -= sum(size for (size,) in self._db.execute(query, (limit_unix,)))
 
     def begin_run(self) -> int:
         """Return the number of this run's first event, above all that were ever given out."""
@@ -156,7 +177,7 @@ class DurableStore:
             for (packed,) in self._db.execute("SELECT events FROM history ORDER BY first DESC"):
                 if count >= limit:
                     break
-                batch = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogatepass")
+                batch = unpack_entries(packed)
                 batches.append(batch)
                 count += len(batch)
         entries = [entry for batch in reversed(batches) for entry in batch]
@@ -184,6 +205,12 @@ class DurableStore:
         except ValueError as exc:  # msgpack's
             text = f"{self.path} holds events that cannot be read: {exc}"
             raise JournalError(JournalCode.CORRUPT, text) from exc
+
+
+def unpack_entries(packed: bytes) -> list[Entry]:
+    """Return the events of one row. Raises ValueError."""
+    entries: list[Entry] = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogatepass")
+    return entries
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -29,11 +31,12 @@ from tsliced.core.actions import Record
 from tsliced.host import durable_store, kept_log
 from tsliced.host.durable_store import DurableStore, Numbers
 from tsliced.host.helper_thread import HelperThread
-from tsliced.host.history import Entry, History
+from tsliced.host.history import Entry, History, HistoryQuery, Page
 from tsliced.host.journal_error import JournalCode, JournalError, from_os_error
 from tsliced.host.kept_log import LogIdentity, Replay, Segment
 from tsliced.host.kept_state import KeptState
 from tsliced.host.record_codec import make_packer
+from tsliced.host.stored_history import StoredHistory
 
 __all__ = [
     "Journal",
@@ -62,6 +65,7 @@ class JournalLimits:
     #: at a start takes about 0.1 s per MiB.
     cut_bytes: int = 2 << 20
     history_max_bytes: int = 16 << 20
+    history_max_age_s: float = math.inf
     #: Jobs that may wait for the helper thread.
     max_jobs: int = 64
     #: How long `close` and `open_history` wait for the jobs that are queued.
@@ -97,6 +101,8 @@ class Journal:
         self._cut: Future[None] = Future()
         self._pack = make_packer()
         self._helper = HelperThread("journal", max_jobs=limits.max_jobs)
+        #: Opened when somebody asks for it.
+        self._stored: StoredHistory | None = None
         self._closed = False
 
     @classmethod
@@ -184,7 +190,7 @@ class Journal:
                 self._spare = None
             raise
 
-    def open_history(self, limit: int) -> History:
+    def open_history(self, limit: int, *, recording: bool = True) -> History:
         """Return the event history with its stored tail. Blocks on the disk: call it at start."""
         first_seq, tail = 1, list[Entry]()
         try:
@@ -193,13 +199,35 @@ class Journal:
             tail = reading.result(self._limits.wait_s)
         except JournalError as exc:
             self.warnings = (*self.warnings, f"the event history starts anew: {exc}")
-        return History(limit, tail=tail, first_seq=first_seq, store=self._store_history)
+        return History(
+            limit,
+            tail=tail,
+            first_seq=first_seq,
+            store=self._store_history,
+            recording=recording,
+        )
+
+    async def read_history(self, query: HistoryQuery, limit: int, *, end_seq: int) -> Page:
+        """Return at most `limit` (at least 1) stored events below number `end_seq`.
+
+        What was handed over to be stored before is there. Raises `JournalError`.
+        """
+        await asyncio.wrap_future(self._in_background(lambda: None))
+        if self._stored is None:
+            self._stored = StoredHistory(self.directory / _DATABASE)
+        try:
+            return await self._stored.page(query, limit, end_seq=end_seq)
+        except TimeoutError as exc:
+            text = "the disk of the history does not answer, or many others ask it; ask again"
+            raise JournalError(JournalCode.BUSY, text) from exc
 
     def close(self) -> None:
         """Finish what is queued, within a limit, and let the next daemon have the directory."""
         if self._closed:
             return
         self._closed = True
+        if self._stored is not None:
+            self._stored.close()
         stopped = self._helper.stop(timeout_s=self._limits.wait_s)
         self._segment.close()
         if self._spare is not None and self._spare.done() and not self._spare.exception():
@@ -387,14 +415,20 @@ def _lock(directory: Path) -> int:
 def _open_store(
     path: Path, now_unix: float, limits: JournalLimits, warnings: list[str]
 ) -> DurableStore:
+    open_it = partial(
+        DurableStore,
+        path,
+        history_max_bytes=limits.history_max_bytes,
+        history_max_age_s=limits.history_max_age_s,
+    )
     try:
-        return DurableStore(path, history_max_bytes=limits.history_max_bytes)
+        return open_it()
     except JournalError as exc:
         if exc.code is not JournalCode.CORRUPT:
             raise
         aside = durable_store.set_aside(path, now_unix=now_unix)
         warnings.append(f"{exc}; it was moved to {aside} and a new one was begun")
-    return DurableStore(path, history_max_bytes=limits.history_max_bytes)
+    return open_it()
 
 
 def _replay(

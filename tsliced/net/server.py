@@ -87,6 +87,7 @@ from tsliced.net.shares import Shares
 from tsliced.net.survivors import Vault
 from tsliced.net.tidings import Tidings
 from tsliced.observe.status import StatusPage
+from tsliced.observe.told import Told
 
 CAPABILITIES = [
     "acquire",
@@ -128,6 +129,7 @@ class Server:
         status: StatusPage,
         shares: Shares,
         vault: Vault,
+        told: Told,
         peers: Peers | None = None,
     ) -> None:
         self.limits = limits
@@ -140,7 +142,7 @@ class Server:
         self._enrolment = enrolment
         self._operations = operations
         self._inquiries = Inquiries(driver, status, operations, peers)
-        self._tidings = Tidings(driver)
+        self._tidings = Tidings(driver, told)
         self._shares = shares
         self._vault = vault
         self._connections: dict[Connection, None] = {}
@@ -192,6 +194,7 @@ class Server:
 
     def close(self) -> None:
         """Leave all connections; their sessions go on with the next daemon."""
+        self._tidings.close()
         for connection in list(self._connections):
             connection.leave()
         for client in self._clients.values():
@@ -487,6 +490,9 @@ class Server:
 
     def _end(self, client: Client) -> None:
         del self._clients[client.session]
+        if not client.tool:
+            others = self._driver.machine.leasing.sessions_of(client.job)
+            self._tidings.on_gone(client, was_last=all(other.tool for other in others))
         connection = client.connection
         self._disconnect(client)
         client.end()

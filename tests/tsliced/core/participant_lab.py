@@ -72,6 +72,8 @@ class Lab:
         )
     )
     epoch: int = 0
+    #: What was last told of hooks.
+    told: Note | None = None
 
     def rank(self, process: ProcessId, state: RankState = RUNNING, *devices: DeviceId) -> ProcessId:
         on = frozenset(devices or {D1})
@@ -111,9 +113,15 @@ class Lab:
         event = MemoryReserved(op=OpId(op), failure=failed)
         return self._checked(self.participant.on_step(event, now=0.0))
 
-    def hooks(self, op: int, failed: Reason | None = None) -> list[Effect]:
+    def hooks(self, op: int, failed: Reason | None = None, *, after_s: float = 0.0) -> list[Effect]:
+        """End a call of hooks; return what follows from it, behind the note."""
         event = HooksRun(op=OpId(op), failure=failed)
-        return self._checked(self.participant.on_step(event, now=0.0))
+        note, *rest = self._checked(self.participant.on_step(event, now=after_s))
+        assert isinstance(note, Note)
+        assert note.kind == "hooks"
+        assert note.facts["reason"] == (str(failed) if failed else None)
+        self.told = note
+        return rest
 
     def ended(
         self, op: int, process: ProcessId, state: RankState, failed: Reason | None = None

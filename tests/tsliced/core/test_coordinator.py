@@ -118,12 +118,18 @@ def stamp(epoch: int, step: int = 0) -> Stamp:
     return Stamp(0, Counter(1, epoch), step)
 
 
-def note(kind: str, epoch: int, *, level: str = "info", reason: str | None = None) -> Note:
+#: What an eviction takes its time for.
+OUT = ("freeze_s", "snapshot_s")
+
+
+def note(kind: str, epoch: int, *took: str, level: str = "info", reason: str | None = None) -> Note:
     facts: dict[str, str | int | float | bool | None] = {
         "job": "1000/a",
         "groups": "g1",
         "epoch": Counter(1, epoch).as_int(),
         "seconds": 0.0,
+        **dict.fromkeys(took, 0.0),
+        "cause": BROKEN.cause.value if reason else None,
         "reason": reason,
     }
     return Note(kind=kind, level=level, facts=facts)
@@ -135,15 +141,30 @@ def test_an_eviction_freezes_all_before_it_snapshots_any() -> None:
     assert move.report(N1, FROZEN) == []
     assert move.orders(move.report(N2, FROZEN)) == (stamp(0, 1), Goal.OFF)
     assert move.report(N2, PARKED) == []
-    assert move.report(N1, PARKED) == [note("evicted", 0), Evicted(tenancy=KEY)]
+    assert move.report(N1, PARKED) == [note("evicted", 0, *OUT), Evicted(tenancy=KEY)]
     assert (move.coordinator.place, move.coordinator.moves) == (Place.OFF, 1)
+
+
+def test_the_history_is_told_what_a_move_took_its_time_for() -> None:
+    move = Move()
+    move.evict()
+    move.now = 2.0
+    move.arrive(FROZEN)
+    move.now = 7.0
+    told, _ = move.arrive(PARKED)
+    assert isinstance(told, Note)
+    facts = {name: told.facts[name] for name in ("seconds", *OUT)}
+    assert facts == {"seconds": 7.0, "freeze_s": 2.0, "snapshot_s": 5.0}
+    move.admit()
+    assert move.coordinator.taken == {}, "another move"
 
 
 def test_an_admission_restores_all_before_it_thaws_any() -> None:
     move = Move(place=Place.OFF)
     assert move.orders(move.admit()) == (stamp(0), Goal.RESTORED)
     assert move.orders(move.arrive(FROZEN)) == (stamp(0, 1), Goal.ON)
-    assert move.arrive(RUNNING) == [note("admitted", 0), Admitted(tenancy=KEY, restored=True)]
+    note_of_it = note("admitted", 0, "restore_s", "thaw_s")
+    assert move.arrive(RUNNING) == [note_of_it, Admitted(tenancy=KEY, restored=True)]
     assert (move.coordinator.place, move.coordinator.moves) == (Place.ON, 1)
 
 
@@ -153,6 +174,7 @@ def test_what_fails_on_one_host_turns_an_eviction_back_on_all_under_a_new_epoch(
 ) -> None:
     move = Move()
     move.evict()
+    took = (*OUT[: 1 + in_snapshot], "restore_s", "thaw_s")
     if in_snapshot:
         move.arrive(FROZEN)
     old = move.coordinator.stamp
@@ -161,7 +183,7 @@ def test_what_fails_on_one_host_turns_an_eviction_back_on_all_under_a_new_epoch(
     assert move.report(N2, FROZEN, stamp=old) == []
     assert move.orders(move.arrive(FROZEN)) == (stamp(1, 1), Goal.ON)
     assert move.arrive(RUNNING) == [
-        note("eviction_failed", 1, level="warning", reason=str(BROKEN)),
+        note("eviction_failed", 1, *took, level="warning", reason=str(BROKEN)),
         EvictionFailed(tenancy=KEY, reason=BROKEN),
     ]
     assert move.coordinator.place is Place.ON
@@ -224,7 +246,7 @@ def test_an_admission_that_fails_is_withdrawn_to_off() -> None:
     move.admit()
     assert move.orders(move.report(N1, PARKED, failed=BROKEN)) == (stamp(1), Goal.OFF)
     assert move.arrive(PARKED) == [
-        note("admission_failed", 1, level="warning", reason=str(BROKEN)),
+        note("admission_failed", 1, "restore_s", "snapshot_s", level="warning", reason=str(BROKEN)),
         AdmissionFailed(tenancy=KEY, reason=BROKEN),
     ]
     assert move.coordinator.place is Place.OFF

@@ -26,6 +26,7 @@ from world import D1, D2, G2, HOST, LIMITS, failure, job
 
 from tsliced.core.actions import (
     FreeMemory,
+    Note,
     RankEndedRecord,
     RankRecord,
     ReserveDeviceMemory,
@@ -424,6 +425,37 @@ def test_sessions_quiesce_before_the_freeze_and_resume_after_the_thaw() -> None:
     assert lab.ended(6, P1, RUNNING) == [hook(7, quiesce=False, epoch=2)]
     assert lab.hooks(7) == [BACK_NOW, FREE_DEVICE, lab.at(step=1)]
     assert not lab.participant.owes_resume
+
+
+def test_the_history_is_told_how_long_sessions_took_to_quiesce_and_to_resume() -> None:
+    lab = Lab()
+    lab.participant.hook_sessions[SESSION] = None
+    lab.order(Goal.FROZEN)
+    lab.scanned(1, found(P1))
+    lab.reserved(2)
+    lab.hooks(3, after_s=1.5)
+    facts: dict[str, str | int | float | None] = {
+        "job": "1000/a",
+        "groups": "g1",
+        "host": "n1",
+        "cause": None,
+        "reason": None,
+    }
+    facts["epoch"] = Counter(1, 1).as_int()
+    assert lab.told == Note(
+        kind="hooks", level="info", facts={**facts, "verb": "quiesce", "seconds": 1.5}
+    )
+    lab.ended(4, P1, FROZEN)
+    lab.scanned(5, found(P1))
+    lab.order(Goal.RESTORED)
+    lab.order(Goal.ON, step=1)
+    lab.ended(6, P1, RUNNING)
+    failed = failure(Cause.QUIESCE)
+    lab.hooks(7, failed, after_s=0.25)
+    facts |= {"epoch": Counter(1, 2).as_int(), "cause": failed.cause.value, "reason": str(failed)}
+    assert lab.told == Note(
+        kind="hooks", level="warning", facts={**facts, "verb": "resume", "seconds": 0.25}
+    )
 
 
 def test_a_session_that_cannot_quiesce_is_told_to_resume_all_the_same() -> None:

@@ -53,11 +53,37 @@ def test_short_leases_are_one_event_with_their_number_length_and_the_last_of_the
         "groups": "g1",
         "leases": 2,
         "held_s": 0.75,
+        "ranks": 1,
         "lease": last,
         "token": world.grants()[-1].tokens[0][1].as_int(),
         "phase": None,
     }
     assert world.machine.deadline is None, "there is nothing more to tell"
+
+
+def test_leases_of_other_phases_are_told_of_apart() -> None:
+    world = World()
+    session, _ = resident(world)
+    for phase in ("rollout", "train", "rollout"):
+        lease = world.acquire(session, G1, phase=phase)
+        world.now += 0.25
+        world.release(lease)
+    world.pass_time(TELL_EVERY_S)
+    told_of = [(n.facts["phase"], n.facts["leases"]) for n in world.notes("held")]
+    assert told_of == [("rollout", 2), ("train", 1)]
+
+
+def test_without_a_history_only_leases_that_had_to_wait_are_told_of_and_at_once() -> None:
+    world = World(recording=False)
+    session, _ = resident(world)
+    before = len(world.notes("granted"))
+    short(world, session)
+    lease = world.acquire(session, G1)
+    waiter = world.acquire(world.session(B), G1)
+    world.release(lease)
+    assert [note.facts["lease"] for note in world.notes("granted")[before:]] == [waiter]
+    assert world.notes("released") + world.notes("held") == []
+    assert world.machine.untold(now=world.now) == []
 
 
 def test_leases_of_other_groups_are_told_of_apart() -> None:

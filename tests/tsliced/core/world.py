@@ -129,6 +129,8 @@ class World:
     crowded: bool = False
     #: Strangers on the devices become jobs of their own.
     freeze_strangers: bool = False
+    #: There is a history.
+    recording: bool = True
     auto: bool = True
     #: Whether the core checks its own invariants after every event.
     full_checks: bool = True
@@ -165,6 +167,7 @@ class World:
             policies=self.policies,
             cluster="lab",
             freeze_strangers=self.freeze_strangers,
+            recording=self.recording,
         )
         return Machine(config, random=Random(self.seed), full_checks=self.full_checks)
 
@@ -489,6 +492,7 @@ class World:
         arrival: Arrival = Arrival.ALL,
         timeout_s: float | None = None,
         request: int | None = None,
+        phase: str = "",
     ) -> LeaseId:
         """Ask for groups; return the name that the lease will have."""
         number = RequestId(next(self.requests) if request is None else request)
@@ -500,6 +504,7 @@ class World:
                 ranks=ranks,
                 arrival=arrival,
                 timeout_s=timeout_s,
+                phase=phase,
             )
         )
         return LeaseId(f"{session}.{number}")

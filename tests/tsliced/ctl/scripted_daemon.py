@@ -301,7 +301,9 @@ class ScriptedDaemon:
 
     def _events(self, message: Message) -> Message:
         since = message.get("since") or 0
-        return {"events": [event for event in EVENTS if event["seq"] >= since], "next": 4}
+        kinds = message.get("kinds")
+        events = [event for event in EVENTS if not kinds or event["kind"] in kinds]
+        return {"events": [event for event in events if event["seq"] >= since], "next": 4}
 
     def _acquire(self, connection: socket.socket, message: Message) -> Message | None:
         with self._lock:

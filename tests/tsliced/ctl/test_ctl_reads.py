@@ -177,11 +177,13 @@ def test_followed_events_go_on_after_a_restart_of_the_daemon(
         try:
             read = process.stdout.readline
             assert [json.loads(read())["event"]["seq"] for _ in EVENTS] == [1, 2, 3]
+            while not daemon.wait_for("events").get("follow"):
+                pass
             daemon.tell_all({"t": "event", "event": {**EVENTS[0], "seq": 4}})
             assert json.loads(read())["event"]["seq"] == 4
-            assert daemon.wait_for("events")["follow"] is True
             daemon.drop()
-            assert daemon.wait_for("events")["since"] == 5
+            while daemon.wait_for("events")["since"] != 5:
+                pass
             daemon.tell_all({"t": "event", "event": {**EVENTS[0], "seq": 5}})
             assert json.loads(read())["event"]["seq"] == 5
         finally:

@@ -135,8 +135,12 @@ def test_events_that_were_stored_as_maps_are_dropped_and_the_numbers_stay(tmp_pa
     store = open_store(path)
     store.save_numbers(NUMBERS)
     as_map = {"seq": 1, "at": 1.5, "kind": "granted", "level": "info"}
+    store._db.executescript(
+        "DROP TABLE history;"
+        "CREATE TABLE history (first INTEGER PRIMARY KEY, last INTEGER, events BLOB);"
+        "PRAGMA user_version=1"
+    )
     store._db.execute("INSERT INTO history VALUES (1, 1, ?)", (msgpack.packb([as_map]),))
-    store._db.execute("PRAGMA user_version=1")
     store.close()
     store = open_store(path)
     assert store.history_tail(10) == []
@@ -169,7 +173,7 @@ def test_a_database_that_is_damaged_in_the_middle_is_called_corrupt(tmp_path: Pa
 
 def test_stored_events_that_are_not_events_are_an_error_of_the_journal(tmp_path: Path) -> None:
     store = open_store(tmp_path / "journal.db")
-    store._db.execute("INSERT INTO history VALUES (1, 1, ?)", (b"\xc1",))
+    store._db.execute("INSERT INTO history (first, last, events) VALUES (1, 1, ?)", (b"\xc1",))
     with pytest.raises(JournalError, match="cannot be read"):
         store.history_tail(10)
     store.close()

@@ -50,7 +50,7 @@ def test_a_fact_cannot_take_the_place_of_a_number_or_a_time() -> None:
 def test_only_the_last_events_are_kept() -> None:
     history = History(3)
     events = fill(history, 10)
-    assert history.since(None, 100) == (events[-3:], 11)
+    assert history.since(None, 100)[:2] == (events[-3:], 11)
 
 
 def test_reading_on_from_next_gives_every_event_once() -> None:
@@ -59,32 +59,32 @@ def test_reading_on_from_next_gives_every_event_once() -> None:
     seen: list[Event] = []
     following = 1
     for _ in range(4):
-        page, following = history.since(following, 3)
+        page, following, _ = history.since(following, 3)
         seen += page
     assert seen == events
-    assert history.since(following, 3) == ([], following)
+    assert history.since(following, 3)[:2] == ([], following)
     more = fill(history, 1)
-    assert history.since(following, 3) == (more, following + 1)
+    assert history.since(following, 3)[:2] == (more, following + 1)
 
 
 @pytest.mark.parametrize("seq", [0, 1, 5, 8])
 def test_what_is_too_old_to_be_kept_is_skipped(seq: int) -> None:
     history = History(3)
     events = fill(history, 10)
-    assert history.since(seq, 100) == (events[7:], 11)
+    assert history.since(seq, 100)[:2] == (events[7:], 11)
 
 
 def test_without_a_number_the_last_events_are_given() -> None:
     history = History(100)
     events = fill(history, 10)
-    assert history.since(None, 4) == (events[-4:], 11)
-    assert History(10).since(None, 4) == ([], 1)
+    assert history.since(None, 4)[:2] == (events[-4:], 11)
+    assert History(10).since(None, 4)[:2] == ([], 1)
 
 
 def test_a_number_of_a_lost_history_gives_all_of_this_one() -> None:
     history = History(100)
     events = fill(history, 3)
-    assert history.since(5_000_000, 100) == (events, 4)
+    assert history.since(5_000_000, 100)[:2] == (events, 4)
 
 
 def test_events_of_an_earlier_run_come_before_those_of_this_one() -> None:
@@ -92,8 +92,8 @@ def test_events_of_an_earlier_run_come_before_those_of_this_one() -> None:
     history = History(10, tail=tail, first_seq=1000)
     (event,) = fill(history, 1)
     assert event["seq"] == 1000
-    assert history.since(2, 100) == ([*map(event_of, tail[1:]), event], 1001)
-    assert history.since(500, 100) == ([event], 1001)
+    assert history.since(2, 100)[:2] == ([*map(event_of, tail[1:]), event], 1001)
+    assert history.since(500, 100)[:2] == ([event], 1001)
 
 
 def test_each_event_is_stored_once_in_bounded_batches() -> None:

@@ -451,9 +451,9 @@ def test_events_are_there_after_a_restart_and_numbers_go_on_higher(directory: Pa
 
 def test_events_that_cannot_be_read_do_not_stop_the_daemon(directory: Path) -> None:
     with opened(directory) as journal:
-        journal._store._db.execute("INSERT INTO history VALUES (1, 1, ?)", (b"\xc1",))
+        journal._store._db.execute("INSERT INTO history VALUES (1, 1, ?, 0, 0)", (b"\xc1",))
         history = journal.open_history(10)
-        assert history.since(None, 10) == ([], RUN_STRIDE)
+        assert history.since(None, 10)[:2] == ([], RUN_STRIDE)
         assert "starts anew" in journal.warnings[-1]
 
 
