@@ -270,6 +270,18 @@ EXPORT enum nvml_result nvmlDeviceGetComputeMode(device_handle handle, unsigned 
     return answer_number(handle, mode, false, 0);
 }
 
+EXPORT enum nvml_result nvmlDeviceGetCurrentClocksThrottleReasons(device_handle handle,
+                                                                  unsigned long long *reasons)
+{
+    unsigned device;
+    enum nvml_result result = device_enter(handle, reasons, &device);
+    if (result != NVML_SUCCESS)
+        return result;
+    ledger_unlock();
+    *reasons = (unsigned long long)config_number("SOFTCUDA_CLOCK_REASONS", 0, 0, 511);
+    return NVML_SUCCESS;
+}
+
 EXPORT enum nvml_result nvmlDeviceGetMigMode(device_handle handle, unsigned *current,
                                              unsigned *pending)
 {

@@ -22,6 +22,7 @@ SYMBOLS = [
     "nvmlSystemGetCudaDriverVersion",
     "nvmlSystemGetCudaDriverVersion_v2",
     "nvmlDeviceGetCount_v2",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
     "nvmlDeviceGetHandleByIndex_v2",
     "nvmlDeviceGetHandleByUUID",
     "nvmlDeviceGetHandleByPciBusId_v2",
@@ -216,6 +217,9 @@ def test_modes(machine: Machine, reader: Agent) -> None:
     other = open_reader(machine, SOFTCUDA_PERSISTENCE="0", SOFTCUDA_UNSUPPORTED="mig")
     assert other.value("nvml", "nvmlDeviceGetPersistenceMode", 0) == 0
     assert other.value("nvml", "nvmlDeviceGetMigMode", 0) == [1, 1]
+    assert reader.value("nvml", "nvmlDeviceGetCurrentClocksThrottleReasons", 0) == 0
+    hot = open_reader(machine, SOFTCUDA_CLOCK_REASONS="64")
+    assert hot.value("nvml", "nvmlDeviceGetCurrentClocksThrottleReasons", 0) == 64
 
 
 def utilization(reader: Agent, index: int = 0) -> tuple[int, int]:

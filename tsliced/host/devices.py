@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tsliced.core.model import DeviceId
 from tsliced.host.call_thread import CallThread
@@ -47,6 +47,17 @@ class DeviceError(DevicesError):
         self.readings = dict(readings or {})
 
 
+class Trouble(NamedTuple):
+    """Something about a device that jobs will suffer from, and what helps."""
+
+    #: What it is about: ``persistence``, ``mig``, ``compute mode`` or ``driver``.
+    name: str
+    text: str
+    remedy: str
+    #: Nothing can be shared on it before that is mended.
+    is_fatal: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What does not change about a device while the driver is loaded."""
@@ -65,28 +76,32 @@ class Device:
     #: ``default``, ``exclusive_thread``, ``prohibited``, ``exclusive_process``; None: unknown.
     compute_mode: str | None = None
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each thing about it that jobs will suffer from."""
+    def troubles(self) -> tuple[Trouble, ...]:
+        """Return each thing about it that jobs will suffer from."""
         found = []
         if self.persistence is False:
-            found.append(
-                "persistence mode is off: each restore waits for the device to be initialized; "
-                "turn it on (nvidia-smi -pm 1, or nvidia-persistenced)"
-            )
+            text = "persistence mode is off: each restore waits for the device to be initialized"
+            remedy = "turn it on (nvidia-smi -pm 1, or nvidia-persistenced)"
+            found.append(Trouble("persistence", text, remedy))
         if self.mig:
-            found.append(
-                "it is partitioned (MIG), and the driver cannot snapshot what runs on it; "
-                "turn that off (nvidia-smi -mig 0)"
-            )
+            text = "it is partitioned (MIG), and the driver cannot snapshot what runs on it"
+            found.append(Trouble("mig", text, "turn that off (nvidia-smi -mig 0)", is_fatal=True))
         if self.compute_mode not in (None, "default"):
-            found.append(
+            text = (
                 f"its compute mode is {self.compute_mode}: jobs with several processes, and the "
-                "helpers of the daemon, may be refused; use the default (nvidia-smi -c 0)"
+                "helpers of the daemon, may be refused"
             )
+            found.append(Trouble("compute mode", text, "use the default (nvidia-smi -c 0)"))
         if (version := _version(self.driver_version)) < _GOOD_DRIVER:
-            text = "570 is needed" if version < (570,) else "PyTorch needs 575.57.08"
-            found.append(f"driver {self.driver_version} is too old: {text}; upgrade it")
+            is_fatal = version < (570,)
+            needed = "570 is needed" if is_fatal else "PyTorch needs 575.57.08"
+            text = f"driver {self.driver_version} is too old: {needed}"
+            found.append(Trouble("driver", text, "upgrade it", is_fatal=is_fatal))
         return tuple(found)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each of its troubles."""
+        return tuple(f"{trouble.text}; {trouble.remedy}" for trouble in self.troubles())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +127,16 @@ class DeviceReading:
     utilization_pct: int | None = None
     #: Age of the reading; 0 unless NVML did not answer in time.
     stale_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """What is looked at when somebody wonders why a device is slow."""
+
+    #: What keeps its clocks down beyond the usual; None: NVML doesn't say.
+    slowed_by: tuple[str, ...] | None
+    #: Its place as /sys/bus/pci/devices names it; None: NVML doesn't say.
+    pci_address: str | None
 
 
 class Devices:
@@ -207,6 +232,10 @@ class Devices:
         readings = await self.observe(uuids, utilization=True)
         return {uuid: reading.utilization_pct for uuid, reading in readings.items()}
 
+    async def health(self) -> dict[DeviceId, DeviceHealth]:
+        """Return what may slow each device that is there. Raises `TimeoutError`."""
+        return await self._thread.call(self._reader.health, self._timeout_s)
+
     async def close(self) -> None:
         """Shut NVML down; repeating it is harmless.
 
@@ -292,6 +321,20 @@ class _Reader:
                 if exc.value in self._losses():
                     lost.append(uuid)
         return readings, errors, lost
+
+    def health(self) -> dict[DeviceId, DeviceHealth]:
+        return {uuid: self._health(handle) for uuid, handle in self._handles.items()}
+
+    def _health(self, handle: Any) -> DeviceHealth:
+        nvml = self._nvml
+        reasons = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        place = self._optional(nvml.nvmlDeviceGetPciInfo, handle)
+        slowed_by = tuple(name for bit, name in _SLOWDOWNS.items() if (reasons or 0) & bit)
+        return DeviceHealth(
+            slowed_by=None if reasons is None else slowed_by,
+            # NVML writes eight digits of the domain, the kernel four.
+            pci_address=None if place is None else _text(place.busId).lower()[-12:],
+        )
 
     def _losses(self) -> tuple[int, ...]:
         """Return the codes for a device that fell off the bus or waits for a reset."""
@@ -448,6 +491,13 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
+#: nvmlClocksEventReason*. Idle, a power cap and clocks that somebody chose are as they should be.
+_SLOWDOWNS: Final[Mapping[int, str]] = {
+    0x08: "hardware slowdown",
+    0x20: "heat (by software)",
+    0x40: "heat (by hardware)",
+    0x80: "power brake",
+}
 #: nvmlComputeMode_t.
 _COMPUTE_MODES: Final[Mapping[Any, str]] = {
     0: "default",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tsliced.core.model import DeviceId
 from tsliced.host.devices import (
     Device,
     DeviceError,
+    DeviceHealth,
     DeviceProcess,
     Devices,
     DevicesUnavailable,
@@ -648,3 +650,20 @@ def test_a_library_that_is_not_the_one_that_answers_is_refused(softcuda: Path, h
 def test_a_host_without_the_package_is_told_to_install_it() -> None:
     said = in_fresh_python("import sys; sys.modules['pynvml'] = None; await Devices().start()")
     assert said.endswith("pip install nvidia-ml-py")
+
+
+def test_what_slows_a_device_and_where_it_is_plugged_in_can_be_asked(
+    softcuda: Path, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def health() -> list[DeviceHealth]:
+        async with soft(softcuda) as devices:
+            return list((await devices.health()).values())
+
+    first, second = asyncio.run(health())
+    assert (first.slowed_by, second.slowed_by) == ((), ())
+    assert first.pci_address != second.pci_address
+    assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", first.pci_address or "")
+    monkeypatch.setenv("SOFTCUDA_CLOCK_REASONS", str(0x01 | 0x08 | 0x40))
+    assert [one.slowed_by for one in asyncio.run(health())] == [
+        ("hardware slowdown", "heat (by hardware)")
+    ] * 2
