@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from libtimeslice.callbacks import Contended, HoldWarning, Lost, Pause, Resume
+    from libtimeslice.callbacks import Contended, HoldWarning, Lost, Pause, Resume, Waiting
     from libtimeslice.client import TimeSlice, connect
     from libtimeslice.environment import Mode
     from libtimeslice.errors import (
@@ -61,6 +61,7 @@ __all__ = [
     "TimeSliceError",
     "Unavailable",
     "UnknownGroup",
+    "Waiting",
     "connect",
 ]
 
@@ -72,6 +73,7 @@ _HOMES = {
     "Lost": "callbacks",
     "Pause": "callbacks",
     "Resume": "callbacks",
+    "Waiting": "callbacks",
     "TimeSlice": "client",
     "connect": "client",
     "Mode": "environment",

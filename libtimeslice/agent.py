@@ -19,10 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, get_args
 
 from libtimeslice import __version__, accelerator
-from libtimeslice.callbacks import Callbacks, Contended, HoldWarning, Lost, Pause, Resume
+from libtimeslice.callbacks import Callbacks, News, Pause, Resume
 from libtimeslice.connection import Connection, ConnectionLost
 from libtimeslice.environment import Settings
 from libtimeslice.errors import TimeSliceError, Unavailable
@@ -221,11 +221,7 @@ class Agent:
         poller.register(self._bell, select.POLLIN)
         if connection is not None:
             poller.register(connection.sock, select.POLLIN)
-        watched = (
-            self._line.socket_to_watch()
-            if self._callbacks.has(Contended, HoldWarning, Lost)
-            else None
-        )
+        watched = self._line.socket_to_watch() if self._callbacks.has(*get_args(News)) else None
         if watched is not None:
             with contextlib.suppress(ValueError):  # closed just now
                 poller.register(watched, select.POLLIN)

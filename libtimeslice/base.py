@@ -20,6 +20,7 @@ from libtimeslice.callbacks import (
     Notice,
     Pause,
     Resume,
+    Waiting,
 )
 from libtimeslice.environment import Mode, Settings, check_name
 from libtimeslice.errors import (
@@ -124,6 +125,10 @@ class BaseClient:
         A job that releases in time and acquires again goes on where it was, behind those who wait.
         """
         return self._register(HoldWarning, function)
+
+    def on_waiting(self, function: Callback) -> Callback:
+        """Registers a function of a `Waiting`: how far the move has come that a lease waits for."""
+        return self._register(Waiting, function)
 
     def on_pause(self, function: Callback) -> Callback:
         """Registers a function of a `Pause`, run before this rank's device work is frozen.
@@ -273,11 +278,26 @@ def tell_notice(callbacks: Callbacks, message: Message) -> None:
             warning.ends_in_s,
         )
         callbacks.post(warning)
+    elif kind == "moving":
+        callbacks.post(_waiting(message))
     elif kind == "warning":
         logger.warning("the daemon warns: %s", message.get("message"))
     elif kind in ("stalled", "rank_lost"):
         # Nothing that a program could do about it, and what a person will look for.
         logger.warning("%s: lease %s: %s", kind, message.get("lease"), message.get("reason"))
+
+
+def _waiting(message: Message) -> Waiting:
+    job = message.get("job") or {}
+    return Waiting(
+        lease=str(message.get("lease")),
+        job=str(job.get("id")),
+        step=str(message.get("step")),
+        done_bytes=int(message.get("done_bytes") or 0),
+        total_bytes=int(message.get("total_bytes") or 0),
+        bytes_per_s=message.get("bytes_per_s"),
+        left_s=message.get("left_s"),
+    )
 
 
 def tell_contended(callbacks: Callbacks, grant: Grant) -> None:

@@ -34,6 +34,25 @@ class HoldWarning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A lease that was asked for waits until a job's state has been moved off or onto the devices.
+
+    Told about twice a second as long as bytes are moved.
+    """
+
+    lease: str
+    #: The job whose state is moved: the one before, and then this client's own.
+    job: str
+    #: As `tslicectl show` has it: ``snapshotting``, ``restoring``, ...
+    step: str
+    done_bytes: int
+    total_bytes: int
+    #: None: nobody can tell yet.
+    bytes_per_s: float | None
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A lease ended before its release."""
 
@@ -60,7 +79,7 @@ class Resume:
 
 
 #: What is told whenever it happens.
-News = Contended | HoldWarning | Lost
+News = Contended | HoldWarning | Lost | Waiting
 Notice = News | Pause | Resume
 #: A function of one notice, or a coroutine function. What it returns is ignored.
 Callback = TypeVar("Callback", bound=Callable[..., object])

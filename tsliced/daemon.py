@@ -138,6 +138,7 @@ class Daemon:
                     driver.flush_history_for_ever(lambda: self.config.history.flush_interval_s),
                 ),
                 ("ray", driver.around.ledgers.ray.look_for_ever()),
+                ("waiters", server.waiting.tell_for_ever()),
                 ("watchdog", self._feed_watchdog()),
                 ("reload", self._reload_for_ever(reloader, hangup)),
                 ("status line", self._show_for_ever(driver)),
@@ -277,6 +278,7 @@ class Daemon:
             log=self.log,
             tasks=tasks,
         )
+        around.moves.recall(around.history.since(None, config.history.max_events).events)
         stack.callback(around.history.flush)
         linger_s = config.daemon.linger_us / 1e6
         driver = Driver(machine, around, on_broken=on_broken, linger_s=linger_s)
@@ -397,6 +399,7 @@ class Daemon:
             backend=config.daemon.backend,
             memory=HostMemory(),
             reserved_bytes=around.ledgers.host.promised,
+            moves=around.moves,
         )
         details = Details(machine=driver.machine, status=status)
         history = config.history

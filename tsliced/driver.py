@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
 from tsliced.core.actions import (
@@ -57,10 +57,11 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.reconfiguring import objections
-from tsliced.host.backends.base import Backend, Outcome
+from tsliced.host.backends.base import Backend
 from tsliced.host.history import Fact, History
 from tsliced.host.journal import Journal, JournalError
 from tsliced.host.membership import Membership
+from tsliced.host.moves import MOVING, Moves
 from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitError, send_signal
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
@@ -104,6 +105,7 @@ class Surroundings:
     ledgers: Ledgers
     log: Log
     tasks: asyncio.TaskGroup
+    moves: Moves = field(default_factory=Moves)
 
 
 class Driver:
@@ -409,10 +411,12 @@ class Driver:
         if action.verb is Verb.FREEZE and self.clients is not None:
             # Bytes that are not held are bytes that are not copied.
             await self.clients.empty_cache(action.rank.process)
+        moves, size = self.around.moves, self._device_bytes(action)
         try:
-            outcome = await backend.run(
-                action.verb, action.rank, action.timeout_s, action.tenancy.job
-            )
+            with moves.watch(action.rank.process, action.verb, size):
+                outcome = await backend.run(
+                    action.verb, action.rank, action.timeout_s, action.tenancy.job
+                )
         except Exception as exc:
             reason = Reason(
                 cause=Cause.DRIVER, text=f"the backend failed: {exc!r}", rank=action.rank
@@ -420,18 +424,23 @@ class Driver:
             return OperationFinished(
                 op=action.op, rank=action.rank, observed=RankState.UNKNOWN, failure=reason
             )
+        # For a backend that does not count it is what NVML saw before.
+        moved = outcome.moved_bytes or (size if outcome.failure is None else 0)
+        seconds = outcome.seconds or time.monotonic() - started
+        if outcome.failure is None:
+            moves.learn(action.verb, moved, seconds)
         return OperationFinished(
             op=action.op,
             rank=action.rank,
             observed=outcome.observed,
             failure=outcome.failure,
-            moved_bytes=outcome.moved_bytes or self._device_bytes(action, outcome),
-            seconds=outcome.seconds or time.monotonic() - started,
+            moved_bytes=moved,
+            seconds=seconds,
         )
 
-    def _device_bytes(self, action: StartOperation, outcome: Outcome) -> int:
-        """Return what was moved as NVML saw it before, for a backend that does not count."""
-        if outcome.failure is not None or action.verb not in (Verb.SNAPSHOT, Verb.RESTORE):
+    def _device_bytes(self, action: StartOperation) -> int:
+        """Return what an operation is about to move, by what is known of the rank."""
+        if action.verb not in MOVING:
             return 0
         tenancy = self.machine.tenancies.tenancy_of(action.rank)
         rank = tenancy.participant.ranks.get(action.rank.process) if tenancy is not None else None

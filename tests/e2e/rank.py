@@ -312,6 +312,14 @@ def watch() -> None:
 
 
 @command
+def watch_moves() -> None:
+    """Has it written down how far the moves come that its leases wait for."""
+    client().on_waiting(
+        lambda move: calls.append(f"{move.job} {move.step} {move.done_bytes} {move.total_bytes}")
+    )
+
+
+@command
 def bye() -> None:
     """Says goodbye to the daemon, and lives on."""
     client().close()

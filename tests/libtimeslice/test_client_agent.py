@@ -10,7 +10,17 @@ from collections.abc import Iterator
 import pytest
 from fake_daemon import LIMIT_S, Background, FakeDaemon, state_of
 
-from libtimeslice import Contended, HoldWarning, LeaseState, Lost, Pause, Resume, TimeSlice, connect
+from libtimeslice import (
+    Contended,
+    HoldWarning,
+    LeaseState,
+    Lost,
+    Pause,
+    Resume,
+    TimeSlice,
+    Waiting,
+    connect,
+)
 from libtimeslice.aio import connect as aio_connect
 
 
@@ -98,6 +108,38 @@ def test_a_hold_that_may_end_is_told_while_the_caller_computes(
     daemon.tell_holder(lease.id, warning)
     expected = HoldWarning(lease=lease.id, groups=("n1",), ends_in_s=30.0, waiters=2)
     assert heard.get(timeout=LIMIT_S) == expected
+
+
+def test_how_far_a_move_has_come_is_told_to_whoever_waits_for_it(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    heard: queue.Queue[Waiting] = queue.Queue()
+    ts.on_waiting(heard.put)
+    lease = ts.acquire("n1")
+    daemon.tell_holder(
+        lease.id,
+        {
+            "t": "moving",
+            "lease": "L9",
+            "job": {"cluster": "", "uid": 0, "id": "a"},
+            "step": "snapshotting",
+            "seconds": 2.0,
+            "done_bytes": 4,
+            "total_bytes": 10,
+            "bytes_per_s": 2.0,
+            "left_s": 3.0,
+            "measured": True,
+        },
+    )
+    assert heard.get(timeout=LIMIT_S) == Waiting(
+        lease="L9",
+        job="a",
+        step="snapshotting",
+        done_bytes=4,
+        total_bytes=10,
+        bytes_per_s=2.0,
+        left_s=3.0,
+    )
 
 
 def test_contention_is_told_also_if_another_thread_reads(daemon: FakeDaemon, ts: TimeSlice) -> None:

@@ -86,6 +86,7 @@ from tsliced.net.replies import MESSAGES, held_leases, job_message
 from tsliced.net.shares import Shares
 from tsliced.net.survivors import Vault
 from tsliced.net.tidings import Tidings
+from tsliced.net.waiting import Waiting
 from tsliced.observe.status import StatusPage
 from tsliced.observe.told import Told
 
@@ -143,6 +144,7 @@ class Server:
         self._operations = operations
         self._inquiries = Inquiries(driver, status, operations, peers)
         self._tidings = Tidings(driver, told)
+        self.waiting = Waiting(driver.machine, status.moving, self._tell)
         self._shares = shares
         self._vault = vault
         self._connections: dict[Connection, None] = {}
@@ -487,6 +489,11 @@ class Server:
             client.share.requests -= 1
         if client.connection is not None:
             client.connection.send(message)
+
+    def _tell(self, session: SessionId, message: Message) -> None:
+        client = self._clients.get(session)
+        if client is not None:
+            client.send(message)
 
     def _end(self, client: Client) -> None:
         del self._clients[client.session]

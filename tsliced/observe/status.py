@@ -29,8 +29,10 @@ from tsliced.core.rounds import Round, RoundState
 from tsliced.core.tenancy import Tenancy
 from tsliced.host.devices import Device
 from tsliced.host.memory import HOST, HostMemory
+from tsliced.host.moves import Moves
 from tsliced.host.processes import command_name
 from tsliced.host.scan import Scanner
+from tsliced.observe.moving import Moving
 
 SCHEMA = 1
 #: Waiters of a group, and jobs, that are listed one by one: an answer is one message.
@@ -59,10 +61,13 @@ class StatusPage:
     clock: Callable[[], float] = time.monotonic
     #: Where the other hosts stand.
     peers: Callable[[], list[Message]] = list
+    moves: Moves = field(default_factory=Moves)
+    moving: Moving = field(init=False)
     _started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._started_at = self.clock()
+        self.moving = Moving(machine=self.machine, moves=self.moves)
 
     def status(self) -> Message:
         """Return the whole state of this host, for people and programs."""
@@ -113,7 +118,8 @@ class StatusPage:
         known = {"name": group.name, "hosts": list(hosts), "arbiter": hosts[0]}
         stands = self._arbitrated(group, now) if hosts[0] == here else self._elsewhere(hosts[0])
         devices = [self.device(device) for device in group.devices]
-        return {**known, "devices": devices, **stands}
+        move = self.moving.of_group(group.name, now)
+        return {**known, "devices": devices, **stands, "move": move}
 
     def _elsewhere(self, arbiter: HostName) -> Message:
         """Return the same keys for a group of another arbiter, who has not told who holds it."""
@@ -242,6 +248,7 @@ class StatusPage:
             "held_s": max((now - lease.granted_at for lease in held), default=0.0),
             "waited_s": max((now - r.asked_at for r in rounds if not _held(r)), default=0.0),
             "switches": sum(tenancy.coordinator.moves for tenancy in own),
+            "move": next(filter(None, (self.moving.of(t, now) for t in own)), None),
             # Who of a round has not asked yet is found by who has.
             "gathering": [
                 {
@@ -293,6 +300,7 @@ class StatusPage:
             "orphaned": self.machine.remains.is_orphaned(tenancy.key.job),
             "doing": operation.verb.value if operation is not None else None,
             "doing_s": now - operation.started_at if operation is not None else None,
+            "progress": self.moving.of_rank(rank),
             "reason": str(alarm.reason) if alarm is not None else None,
         }
 
