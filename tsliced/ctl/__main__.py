@@ -9,7 +9,19 @@ from collections.abc import Sequence
 
 from libtimeslice import __version__
 from libtimeslice.errors import TimeSliceError
-from tsliced.ctl import attach, cluster, doctor, events, lease, operate, rescue, run, show, status
+from tsliced.ctl import (
+    attach,
+    cluster,
+    doctor,
+    events,
+    lease,
+    operate,
+    rescue,
+    run,
+    show,
+    status,
+    top,
+)
 from tsliced.ctl.failures import DONE, SIGNALLED, CommandError, failure_from
 from tsliced.ctl.options import Commands
 from tsliced.ctl.output import print_json, say
@@ -19,7 +31,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
             69 daemon unreachable, 75 busy or timed out; run passes on its command's
 """
 _INTERRUPTED = SIGNALLED + 2
-_FAMILIES = (status, show, lease, run, attach, events, operate, doctor, rescue, cluster)
+_FAMILIES = (status, top, show, lease, run, attach, events, operate, doctor, rescue, cluster)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

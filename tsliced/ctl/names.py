@@ -7,7 +7,7 @@ import pwd
 from collections.abc import Sequence
 
 from libtimeslice.protocol import Message
-from tsliced.ctl.output import NOTHING, printable
+from tsliced.ctl.output import NOTHING, duration, printable, rate, size
 
 
 @functools.lru_cache(maxsize=1024)
@@ -31,6 +31,35 @@ def job_name(job: Message) -> str:
     """Returns the name by which every command knows one job and no other: ``UID/ID``."""
     parts = [printable(job["cluster"]), str(job["uid"]), printable(job["id"])]
     return "/".join(filter(None, parts))
+
+
+#: What is done to a job's state, by the place that its move is at.
+_MOVES = {
+    "freezing": "is being frozen",
+    "snapshotting": "goes to host memory",
+    "turning back": "is turned back",
+    "reviving": "goes on",
+    "restoring": "comes back from host memory",
+    "thawing": "goes on",
+    "withdrawing": "is taken off again",
+    "asking": "is looked for",
+}
+
+
+def step_text(step: str) -> str:
+    """Returns what a step of a move does to its job."""
+    return _MOVES.get(step, step)
+
+
+def move_text(move: Message) -> str:
+    """Returns a move in a sentence: whose, where to, how far it is, and how long it still takes."""
+    text = f"{job_text(move['job'])} {step_text(move['step'])} since {duration(move['seconds'])}"
+    if move["done_bytes"] or move["bytes_per_s"]:
+        text += f": {size(move['done_bytes'])} of {size(move['total_bytes'])}"
+        text += f", {rate(move['bytes_per_s'])}" if move["bytes_per_s"] else ""
+    if move["left_s"] is not None:
+        text += f", about {duration(move['left_s'])} left"
+    return text
 
 
 def devices_text(devices: Sequence[Message]) -> str:

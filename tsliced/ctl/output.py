@@ -98,6 +98,15 @@ def size(count: int | None) -> str:
     return f"{value:.1f} TiB"
 
 
+def rate(bytes_per_s: float | None) -> str:
+    """Returns a number of bytes per second in decimal units, as links and copies are measured."""
+    if bytes_per_s is None:
+        return NOTHING
+    if bytes_per_s < 1e9:
+        return f"{bytes_per_s / 1e6:.0f} MB/s"
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
 def clock(at: float) -> str:
     """Returns the local time of day of Unix time ``at``, with milliseconds."""
     return datetime.fromtimestamp(at, tz=timezone.utc).astimezone().strftime("%H:%M:%S.%f")[:-3]

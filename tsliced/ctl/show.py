@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, open_daemon
 from tsliced.ctl.failures import DONE
-from tsliced.ctl.names import devices_text, job_name, job_text, user_name
+from tsliced.ctl.names import devices_text, job_name, job_text, move_text, user_name
 from tsliced.ctl.options import Commands, text
 from tsliced.ctl.output import (
     NOTHING,
@@ -74,6 +74,8 @@ def _job_page(job: Message, *, colour: bool) -> list[str]:
         ("ranks", str(job["ranks"])),
         ("on devices", size(job["device_bytes"])),
         ("parked", size(job["parked_bytes"])),
+        ("parked for", duration(job.get("parked_s"))),
+        ("moving", move_text(job["move"]) if job.get("move") else NOTHING),
         ("held", duration(job["held_s"] or None)),
         ("waited", duration(job["waited_s"] or None)),
         ("switches", str(job["switches"])),
@@ -101,6 +103,7 @@ def _group_page(group: Message, *, colour: bool) -> list[str]:
         ("next", job_text(group["next"]) if group["next"] else NOTHING),
         ("since", duration(group["lease_since_s"])),
         ("phase", printable(group["phase"] or NOTHING)),
+        ("moving", move_text(group["move"]) if group.get("move") else NOTHING),
         ("token", str(group["token"] or NOTHING)),
         ("waiters", str(group["waiters"]) if group["waiters"] is not None else NOTHING),
     )

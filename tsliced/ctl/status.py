@@ -12,13 +12,14 @@ from libtimeslice.errors import Refused, Unavailable
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, open_daemon
 from tsliced.ctl.failures import DONE
-from tsliced.ctl.names import devices_text, job_text, user_name
+from tsliced.ctl.names import devices_text, job_text, move_text, user_name
 from tsliced.ctl.options import Commands, name, positive_seconds
 from tsliced.ctl.output import (
     NOTHING,
     duration,
     print_json,
     printable,
+    rate,
     size,
     styled,
     table,
@@ -146,16 +147,37 @@ def status_lines(status: Message, *, colour: bool = False) -> list[str]:
         header.append("HOSTS")
         rows = [[*row, _hosts_text(group)] for row, group in zip(rows, groups, strict=True)]
     lines += table(header, rows, right=["SINCE", "WAITING", "BUSY"], colour=colour)
-    for text in problem_lines([device for group in groups for device in group["devices"]]):
-        lines.append(styled(text, "yellow", colour=colour))
     for group in groups:
-        if group.get("reason"):
-            text = f"{group['name']} is {group['state']}: {printable(group['reason'])}"
-            lines.append(styled(text, _STYLE_OF_STATE.get(group["state"], "bold"), colour=colour))
+        if move := group.get("move"):
+            lines.append(styled(f"{group['name']}: {move_text(move)}", "yellow", colour=colour))
     lines += _queue_lines(groups, colour=colour)
     lines += _job_lines(status["jobs"], colour=colour)
     lines += _peer_lines(status.get("peers") or (), colour=colour)
-    return lines
+    return lines + _trouble_lines(status, colour=colour)
+
+
+def troubles(status: Message) -> list[tuple[str, str]]:
+    """Returns all that is wrong, or stands still, and how to leave it; with the style of each."""
+    groups, jobs = status["groups"], status["jobs"]
+    devices = [device for group in groups for device in group["devices"]]
+    found = [(text, "yellow") for text in problem_lines(devices)]
+    for group in groups:
+        if group.get("reason"):
+            text = f"{group['name']} is {group['state']}: {printable(group['reason'])}"
+            found.append((text, _STYLE_OF_STATE.get(group["state"], "bold")))
+    for job in jobs:
+        if job.get("reason"):
+            text = f"{job_text(job['job'])} is {job['state']}: {printable(job['reason'])}"
+            found.append((text, _STYLE_OF_STATE.get(job["state"], "bold")))
+    return found
+
+
+def _trouble_lines(status: Message, *, colour: bool) -> list[str]:
+    found = troubles(status)
+    if not found:
+        return []
+    head = styled("LOOK AT THIS", "bold", colour=colour)
+    return ["", head, *(styled(text, style, colour=colour) for text, style in found)]
 
 
 def _peer_lines(peers: Sequence[Message], *, colour: bool) -> list[str]:
@@ -210,7 +232,7 @@ def _group_row(group: Message) -> list[str]:
         str(group["waiters"]) if group["waiters"] is not None else NOTHING,
         devices_text(devices),
         _memory_text(devices),
-        _busy_text(devices),
+        busy_text(devices),
     ]
 
 
@@ -231,10 +253,16 @@ def _memory_text(devices: Sequence[Message]) -> str:
     return f"{size(sum(known)) if len(known) == len(used) else '?'} of {size(total)}"
 
 
-def _busy_text(devices: Sequence[Message]) -> str:
+def busy_text(devices: Sequence[Message]) -> str:
+    """Returns how busy devices are on average, as far as they say."""
     percents = [device["utilization_pct"] for device in devices]
     known = [percent for percent in percents if percent is not None]
     return f"{sum(known) / len(known):.0f}%" if known else NOTHING
+
+
+def style_of_state(state: str) -> str:
+    """Returns the style in which a state of a group, job or host is written."""
+    return _STYLE_OF_STATE.get(state, "bold" if state == "waiting" else "none")
 
 
 def _queue_lines(groups: Sequence[Message], *, colour: bool) -> list[str]:
@@ -264,21 +292,22 @@ def _job_lines(jobs: Sequence[Message], *, colour: bool) -> list[str]:
             user_name(job["job"]["uid"]),
             job_text(job["job"]),
             job["state"],
+            ",".join(job.get("groups") or ()) or NOTHING,
             str(job["ranks"]),
             size(job["device_bytes"]),
             size(job["parked_bytes"]),
+            duration(job.get("parked_s")),
             duration(job["held_s"] or None),
             duration(job["waited_s"] or None),
             str(job["switches"]),
         ]
         for job in jobs
     ]
-    header = ["USER", "JOB", "STATE", "RANKS", "ON DEVICE", "PARKED", "HELD", "WAITED", "SWITCHES"]
-    lines = ["", *table(header, rows, right=header[3:], colour=colour)]
+    header = ["USER", "JOB", "STATE", "GROUPS", "RANKS"]
+    # What is parked is in the memory of this host.
+    header += ["ON DEVICES", "IN HOST MEMORY", "FOR", "HELD", "WAITED", "SWITCHES"]
+    lines = ["", *table(header, rows, right=header[4:], colour=colour)]
     for job in jobs:
-        if job.get("reason"):
-            text = f"{job_text(job['job'])} is {job['state']}: {printable(job['reason'])}"
-            lines.append(styled(text, _STYLE_OF_STATE.get(job["state"], "bold"), colour=colour))
         lines += [_gathering_line(job, gathering) for gathering in job.get("gathering") or ()]
     return lines
 
@@ -314,4 +343,11 @@ def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:
 
 
 def _doing_text(rank: Message) -> str:
-    return f"{rank['doing']} {duration(rank['doing_s'])}" if rank["doing"] else NOTHING
+    if not rank["doing"]:
+        return NOTHING
+    text = f"{rank['doing']} {duration(rank['doing_s'])}"
+    # A daemon of version 1.0 does not say how far it is.
+    if progress := rank.get("progress"):
+        text += f" {progress['done_bytes'] / max(1, progress['total_bytes']):.0%}"
+        text += f" {rate(progress['bytes_per_s'])}" if progress["bytes_per_s"] else ""
+    return text

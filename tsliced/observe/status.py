@@ -241,10 +241,12 @@ class StatusPage:
         return {
             "job": job_map(job),
             "state": _state_of(fault is not None, orphaned, rounds, own, bool(parked)),
+            "groups": list(dict.fromkeys(group for t in own for group in t.key.groups)),
             "ranks": len(ranks),
             "device_bytes": sum(r.device_bytes for r in ranks if r.state is not RankState.PARKED),
             "parked_bytes": sum(r.parked_bytes for r in parked),
             "residue_bytes": sum(r.residue_bytes for r in parked),
+            "parked_s": _parked_s(own, now),
             "held_s": max((now - lease.granted_at for lease in held), default=0.0),
             "waited_s": max((now - r.asked_at for r in rounds if not _held(r)), default=0.0),
             "switches": sum(tenancy.coordinator.moves for tenancy in own),
@@ -326,6 +328,17 @@ def summary(machine: Machine) -> str:
 
 def _held(round_: Round) -> bool:
     return round_.state is RoundState.HELD
+
+
+def _parked_s(own: list[Tenancy], now: float) -> float | None:
+    """Return for how long a job has been off its devices, if it has state that is parked."""
+    moved_at = [
+        tenancy.coordinator.began_at
+        for tenancy in own
+        if tenancy.coordinator.place is Place.OFF
+        and any(state is RankState.PARKED for _, state in tenancy.ranks())
+    ]
+    return now - min(moved_at) if moved_at else None
 
 
 def _drain_map(drain: Drain, *, now_unix: float) -> Message:

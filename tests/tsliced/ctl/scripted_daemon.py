@@ -107,6 +107,17 @@ STATUS: Message = {
     "memory": {"available_bytes": 900 * GIB, "reserved_bytes": 200 * GIB},
 }
 
+MOVE: Message = {
+    "job": OTHER,
+    "step": "snapshotting",
+    "seconds": 12.0,
+    "done_bytes": 30 * GIB,
+    "total_bytes": 100 * GIB,
+    "bytes_per_s": 2.5e9,
+    "left_s": 30.06,
+    "measured": True,
+}
+
 RANKS: list[Message] = [
     {
         "job": JOB,
@@ -162,6 +173,7 @@ class ScriptedDaemon:
         #: While set, an acquire is not answered; one with a time-out fails at once with `timeout`.
         self.busy = False
         self.waiters = 0
+        self.status: Message = STATUS
         self.seen: queue.Queue[Message] = queue.Queue()
         self._stopped = threading.Event()
         self._connections: list[socket.socket] = []
@@ -271,7 +283,7 @@ class ScriptedDaemon:
         if kind == "cancel":
             self._cancel(connection, message)
         answers: dict[str, Message] = {
-            "status": {"status": STATUS},
+            "status": {"status": self.status},
             "ps": {"ranks": RANKS},
             "release": {"waiters": self.waiters, "deferred": not self.waiters},
             "cancel": {"cancelled": True},

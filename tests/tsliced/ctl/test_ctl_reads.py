@@ -55,7 +55,11 @@ def test_status_shows_the_queue_the_jobs_and_why_a_group_is_blocked(
     assert "sampler blocked - - - - 0 6 ? of 140.0 GiB -" in shown
     assert "sampler is blocked: process 99 holds memory and is of no job" in shown
     assert "trainer 1 4000000000 mars/4711 12.3s training" in shown
-    assert "4000000000 mars/4711 parked 4 0 B 100.0 GiB - 12.3s 2" in shown
+    assert "4000000000 mars/4711 parked - 4 0 B 100.0 GiB - - 12.3s 2" in shown
+    assert shown[-2:] == [
+        "LOOK AT THIS",
+        "sampler is blocked: process 99 holds memory and is of no job",
+    ]
     assert "mars/4711: 2 of 4 ranks have asked for sampler (pid 31, 32)" in shown
 
 
