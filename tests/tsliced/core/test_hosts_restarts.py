@@ -118,7 +118,8 @@ def test_a_holder_that_came_up_unseen_runs_on_whenever_it_is_seen_after_a_restar
         ranks = [lab[host].context(job("a"), device(host, G)) for host in (N1, N2)]
         lab.by_hand()
         lab.restart(N1)
-        at_rest = not all([lab.step() for _ in range(seen_after)])
+        steps = [lab.step() for _ in range(seen_after)]
+        at_rest = not all(steps)
         for host in (N1, N2):
             lab[host].look()
         lab.by_itself()
