@@ -22,6 +22,10 @@ help: ## Say what there is to make
 demo: $(VENV)/.stamp-daemon softcuda ## Two RL jobs share two devices, in under 90 seconds
 	$(BIN)/python -m demo
 
+.PHONY: grpo
+grpo: $(VENV)/.stamp-test softcuda ## Two training runs of real torch, alone and sharing; ARGS='--ranks 2', '--lora 4', ...
+	$(BIN)/python -W ignore -m examples.grpo $(ARGS)
+
 .PHONY: test
 test: $(VENV)/.stamp-test softcuda ## All tests that need no GPU; PYTEST_ARGS=... narrows them down
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)

@@ -31,11 +31,11 @@ class DemoError(Exception):
 class Daemon:
     """The running daemon: a context manager that ends it."""
 
-    def __init__(self, hardware: Hardware, directory: Path) -> None:
+    def __init__(self, hardware: Hardware, directory: Path, *, backend: str = "cuda") -> None:
         self.socket = directory / "tsliced.sock"
         self._log = directory / "tsliced.log"
         self._config = directory / "tsliced.toml"
-        self._config.write_text(configuration(hardware, directory, self.socket))
+        self._config.write_text(configuration(hardware, directory, self.socket, backend))
         self._environment = {**os.environ, **hardware.environment}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -118,13 +118,14 @@ class Daemon:
             time.sleep(0.05)
 
 
-def configuration(hardware: Hardware, directory: Path, socket: Path) -> str:
+def configuration(hardware: Hardware, directory: Path, socket: Path, backend: str) -> str:
     """Returns the daemon's configuration: one group with all devices, for whoever runs the demo."""
     lines = [
         "[daemon]",
         f'socket = "{socket}"',
         f'state_dir = "{directory / "state"}"',
         f'host = "{HOST}"',
+        f'backend = "{backend}"',
     ]
     if hardware.nvml_library and hardware.cuda_library:
         lines += [
@@ -137,6 +138,9 @@ def configuration(hardware: Hardware, directory: Path, socket: Path) -> str:
         f"devices = {json.dumps(hardware.devices)}",
         f'users = ["{os.getuid()}"]',
     ]
+    if backend == "torch":
+        # The context of each rank stays, with what torch's libraries have in it.
+        lines += ["[memory]", 'max_residue_bytes = "2 GiB"']
     if not hardware.is_real:
         # The states are small, and so may the machine be.
         lines += ["[memory]", 'snapshot_margin_bytes = "16 MiB"', 'host_margin_bytes = "128 MiB"']

@@ -83,7 +83,7 @@ class Parking:
             self._thaw()
         elif order != "query":
             raise Refused(f"this agent does not know {order!r:.80}", code="bad_request")
-        return self._told()
+        return self._told(None if order in ("freeze", "thaw") else self.moved)
 
     def _freeze(self, tensors: Tensors) -> None:
         if self.is_held:
@@ -126,8 +126,7 @@ class Parking:
             moved.gb_per_s,
         )
 
-    def _told(self) -> Message:
-        moved = self.moved
+    def _told(self, moved: Moved | None) -> Message:
         return {
             "state": self.place.value,
             "bytes": 0 if moved is None else moved.bytes,

@@ -15,7 +15,7 @@ WIDTH = 512
 
 @pytest.fixture
 def torch_host(make_host: MakeHost) -> Host:
-    return make_host(settings={"daemon": {"backend": "torch_backend:CpuTorchBackend"}})
+    return make_host(settings={"daemon": {"backend": "examples.grpo.cpu_backend:CpuTorchBackend"}})
 
 
 def trainer(host: Host, job: str, seed: int, *, managed: bool = True) -> Rank:
@@ -60,7 +60,7 @@ def test_a_job_that_computes_while_it_is_evicted_stops_between_two_steps_g12(
 ) -> None:
     host = make_host(
         settings={
-            "daemon": {"backend": "torch_backend:CpuTorchBackend"},
+            "daemon": {"backend": "examples.grpo.cpu_backend:CpuTorchBackend"},
             "limits": {"max_hold_s": 0.2, "hold_warning_s": 0.1},
         }
     )
