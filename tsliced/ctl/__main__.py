@@ -21,6 +21,7 @@ from tsliced.ctl import (
     show,
     status,
     top,
+    trace,
 )
 from tsliced.ctl.failures import DONE, SIGNALLED, CommandError, failure_from
 from tsliced.ctl.options import Commands
@@ -31,7 +32,10 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
             69 daemon unreachable, 75 busy or timed out; run passes on its command's
 """
 _INTERRUPTED = SIGNALLED + 2
-_FAMILIES = (status, top, show, lease, run, attach, events, operate, doctor, rescue, cluster)
+_FAMILIES = (
+    *(status, top, show, lease, run, attach, events, trace),
+    *(operate, doctor, rescue, cluster),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
