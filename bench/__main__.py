@@ -18,12 +18,18 @@ from bench.deaths import measure_deaths
 from bench.footprint import measure_footprint
 from bench.machine import choose_cores, describe
 from bench.report import Section, heading, table, to_json
-from bench.requests import measure_acquire, measure_crowd, measure_yardsticks
+from bench.requests import (
+    measure_acquire,
+    measure_crowd,
+    measure_recording,
+    measure_yardsticks,
+)
 from bench.server import ROOT, STATE
 from bench.switching import measure_switch
 
 MEASUREMENTS: dict[str, Callable[[Place], Section]] = {
     "acquire": measure_acquire,
+    "recording": measure_recording,
     "requests": measure_crowd,
     "switch": measure_switch,
     "deaths": measure_deaths,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from bench.load import LIMIT_S, measure_pairs
 from bench.machine import Cores
@@ -29,6 +30,10 @@ _DEVICE_MIB = 4
 #: What a bench of one client leases, and the job that it does it for.
 GROUP = "g0"
 JOB = "bench"
+
+
+#: Tables of a configuration, by name.
+Tables: TypeAlias = Mapping[str, Mapping[str, object]]
 
 
 class NotBuiltError(Exception):
@@ -75,19 +80,24 @@ def make_devices(place: Place) -> None:
 
 
 def start_daemon(
-    place: Place, *, backend: str | None = None, environment: Mapping[str, str] | None = None
+    place: Place,
+    *,
+    name: str = "tsliced",
+    backend: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    settings: Tables | None = None,
 ) -> Server:
     """Starts a daemon with an empty state and, where a bench allows it, its default values."""
-    state = place.state / "daemon"
+    state = place.state / name
     shutil.rmtree(state, ignore_errors=True)
-    config = place.directory / "tsliced.toml"
-    path = place.directory / "tsliced.sock"
-    config.write_text(config_text(path, state, backend))
+    config = place.directory / f"{name}.toml"
+    path = place.directory / f"{name}.sock"
+    config.write_text(config_text(path, state, backend) + toml_text(settings or {}))
     return Server(
         [sys.executable, "-m", "tsliced", "--config", str(config)],
         path=path,
         core=place.cores.server,
-        log=place.directory / "tsliced.log",
+        log=place.directory / f"{name}.log",
         environment={**place.softcuda, **(environment or {})},
     )
 
@@ -116,11 +126,11 @@ def daemon_table(host: str, socket: Path, state: Path, backend: str | None) -> d
     return table
 
 
-def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns tables of strings and of lists of them as TOML."""
+def toml_text(tables: Tables) -> str:
+    """Returns tables of plain values and of lists of them as TOML."""
     lines: list[str] = []
     for name, table in tables.items():
-        # A basic string of TOML is written as JSON writes one.
+        # A basic string of TOML is written as JSON writes one, and so are booleans and numbers.
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     return "\n".join([*lines, ""])
 
@@ -135,12 +145,12 @@ def start_rank(place: Place, ordinal: int) -> Rank:
 
 
 @contextmanager
-def resident(place: Place, daemon: Server) -> Iterator[Connection]:
-    """Yields a connection of a job whose only rank is on the first group's device."""
+def resident(place: Place, daemon: Server, *, ordinal: int = 0) -> Iterator[Connection]:
+    """Yields a connection of a job whose only rank is on the device of the group of a number."""
     with (
-        start_rank(place, ordinal=0) as rank,
+        start_rank(place, ordinal=ordinal) as rank,
         Connection.open(str(daemon.path), role="client", job=JOB) as connection,
     ):
         connection.request({"t": "register", "pid": rank.pid}, LIMIT_S)
-        measure_pairs(connection, GROUP, 1)
+        measure_pairs(connection, group_names()[ordinal], 1)
         yield connection

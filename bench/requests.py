@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from bench.comparing import CrowdSide, PairSide, ratio_of, take_turns
-from bench.daemon import GROUP, JOB, Place, group_names, resident, start_daemon
+from bench.daemon import GROUP, JOB, Place, Tables, group_names, resident, start_daemon
 from bench.echo import Answers, answers_of, start_echo
 from bench.load import LIMIT_S, Crowd, PairTimes, acquire_of, measure_pairs
 from bench.report import Goal, Row, Section, percentile
@@ -19,6 +19,7 @@ from libtimeslice.protocol import encode
 
 ACQUIRE_ROUNDS = 24
 ACQUIRE_PAIRS = 400
+RECORDING_ROUNDS = 80
 CROWD_ROUNDS = 10
 CROWD_PAIRS = 250
 YARDSTICK_ROUNDS = 12
@@ -64,6 +65,47 @@ def measure_acquire(place: Place) -> Section:
                 ratio=daemon_side.cpu_us_per_request / echo_side.cpu_us_per_request,
                 headline="cpu_us_per_request",
                 goal=Goal(limit=40),
+            ),
+        ],
+    )
+
+
+def measure_recording(place: Place) -> Section:
+    """Measures what the event history adds to a pair that nobody waits for."""
+    unrecorded: Tables = {"history": {"record": False}}
+    with (
+        start_daemon(place) as recording,
+        start_daemon(place, name="unrecorded", settings=unrecorded) as silent,
+        resident(place, recording) as ours,
+        resident(place, silent, ordinal=1) as theirs,
+    ):
+        groups = group_names()
+        sides = [
+            PairSide(run=lambda: measure_pairs(ours, groups[0], ACQUIRE_PAIRS), server=recording),
+            PairSide(run=lambda: measure_pairs(theirs, groups[1], ACQUIRE_PAIRS), server=silent),
+        ]
+        take_turns(sides, RECORDING_ROUNDS)
+    with_it, without = sides
+    return Section(
+        title="event history of acquire and release, one client",
+        yardstick="not recorded",
+        rows=[
+            Row(
+                key="recorded_pair_cpu_us",
+                label="server CPU per pair",
+                unit="us",
+                ours=2 * with_it.cpu_us_per_request,
+                theirs=2 * without.cpu_us_per_request,
+                ratio=with_it.cpu_us_per_request / without.cpu_us_per_request,
+            ),
+            Row(
+                key="recording_cpu_us_per_pair",
+                label="recording, CPU per pair",
+                unit="us",
+                # Of all rounds together: what is written once a second falls into few of them.
+                ours=2 * (with_it.cpu_us_per_request - without.cpu_us_per_request),
+                headline="recording_us_per_pair",
+                goal=Goal(limit=5),
             ),
         ],
     )
