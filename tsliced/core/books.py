@@ -335,8 +335,6 @@ class Books:
     def note_later(self, lease: Lease, now: float) -> None:
         """Note a lease that was granted at once when it has lasted, or else with others like it."""
         if not self.recording:
-            if _level(lease) != "debug":
-                self.note_granted(lease, now)
             return
         self.untold[lease.id] = lease
         if not self.untold_timed:

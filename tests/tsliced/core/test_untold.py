@@ -83,6 +83,21 @@ def test_without_a_history_only_leases_that_had_to_wait_are_told_of_and_at_once(
     world.release(lease)
     assert [note.facts["lease"] for note in world.notes("granted")[before:]] == [waiter]
     assert world.notes("released") + world.notes("held") == []
+
+
+def test_without_a_history_a_lease_that_state_moved_for_is_told_of_at_once_too() -> None:
+    world = World(recording=False)
+    resident(world)
+    told = len(world.notes("granted"))
+
+    def slow(_action: object) -> None:
+        world.now += 1.0
+
+    world.scans = slow
+    lease = world.acquire(world.session(B))
+    assert world.held(lease)
+    (note,) = world.notes("granted")[told:]
+    assert (note.facts["lease"], note.level) == (lease, "info")
     assert world.machine.untold(now=world.now) == []
 
 
