@@ -16,6 +16,7 @@ from tsliced.ctl import (
     events,
     lease,
     operate,
+    report,
     rescue,
     run,
     show,
@@ -33,7 +34,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
 """
 _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
-    *(status, top, show, lease, run, attach, events, trace),
+    *(status, top, show, lease, run, attach, events, report, trace),
     *(operate, doctor, rescue, cluster),
 )
 

@@ -71,6 +71,24 @@ def test_a_file_that_is_none_is_told_with_how_to_make_one(
     assert "tslicectl events" in capsys.readouterr().err
 
 
+def test_a_report_is_one_page_or_its_figures_as_json(
+    daemon: ScriptedDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, solo = tmp_path / "r.html", tmp_path / "solo.json"
+    solo.write_text(json.dumps({"schema": 1, "events": EVENTS, "next": 4}))
+    assert main(["report", "-o", str(target), "--solo", str(solo)]) == 0
+    page = target.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "trainer-7" in page
+    capsys.readouterr()
+    assert main(["report", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (group,) = document["figures"]["groups"]
+    assert group["name"] == "trainer"
+    assert document["verdict"][0]["tone"] in ("good", "plain", "bad")
+    assert main(["report", "--solo", str(tmp_path / "none")]) == 3
+
+
 def test_a_missing_file_and_a_place_that_cannot_be_written_are_told(
     tmp_path: Path, daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
