@@ -43,6 +43,7 @@ RING_1 = (
     "ctl",
     "doctor",
     "driver",
+    "exporting",
     "host",
     "net",
     "observe",

@@ -35,6 +35,7 @@ from tsliced.core.machine import Machine, MachineConfig
 from tsliced.core.model import GroupConfig, HostName
 from tsliced.core.recovery import recover
 from tsliced.driver import Driver, Surroundings
+from tsliced.exporting import exporting, open_for_scrapes
 from tsliced.host.backends.base import Backend, BackendContext, cannot_measure, load_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
@@ -89,6 +90,8 @@ class _Base:
     sock: socket.socket
     inheritance: Inheritance
     door: _Door | None
+    #: For metrics.
+    scrapes: socket.socket | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,9 @@ class Daemon:
                 base = await self._open(stack)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             driver, server, reloader = await self._start(stack, tasks, base, stop.set)
+            if base.scrapes is not None:
+                serving = exporting(self.config.metrics, base.scrapes, driver, server)
+                await stack.enter_async_context(serving)
             if base.door is not None and server.peers is not None:
                 tasks.create_task(server.peers.run(base.door.listener), name="peers")
             for name, work in (
@@ -205,7 +211,16 @@ class Daemon:
             sock=sock,
             inheritance=inheritance,
             door=self._open_door(stack),
+            scrapes=self._open_for_scrapes(stack),
         )
+
+    def _open_for_scrapes(self, stack: contextlib.AsyncExitStack) -> socket.socket | None:
+        scrapes = open_for_scrapes(self.config.metrics)
+        if scrapes is not None:
+            stack.callback(scrapes.close)
+            if scrapes.family == socket.AF_UNIX:
+                stack.callback(_unlink, scrapes.getsockname())
+        return scrapes
 
     def _open_door(self, stack: contextlib.AsyncExitStack) -> _Door | None:
         config, addresses = self.config, peer_addresses(self.config)

@@ -89,6 +89,7 @@ OTHERS = {
     "host": '"other"',
     "hosts": '["other"]\nauth = "tls"',
     "listen": '"other"\nauth = "tls"',
+    "metrics.listen": '"other:1"',
     "cluster": '"other"',
     "visible_devices": '"5"',
     "barrier_timeout_s": "1e6",
@@ -110,8 +111,8 @@ def choices_of(config: Config, section: str, key: str) -> tuple[str, ...]:
 
 def other(config: Config, section: str, key: str, value: str) -> str:
     """Return another value that the key may have."""
-    if key in OTHERS:
-        return OTHERS[key]
+    if f"{section}.{key}" in OTHERS or key in OTHERS:
+        return OTHERS.get(f"{section}.{key}") or OTHERS[key]
     if choices := choices_of(config, section, key):
         return next(f'"{choice}"' for choice in choices if f'"{choice}"' != value)
     if value in ("true", "false"):

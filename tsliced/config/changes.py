@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from tsliced.config.settings import Config, PeerSettings
+from tsliced.config.settings import Config, MetricsSettings, PeerSettings
 
 #: Keys that are used when the daemon starts and never again.
 _AT_START: Final = {
@@ -32,6 +32,7 @@ _AT_START: Final = {
         "max_job_names",
         "max_jobs",
     ),
+    "metrics": tuple(item.name for item in fields(MetricsSettings)),
     # Both sides of a link go by them from its first message on.
     "peers": tuple(item.name for item in fields(PeerSettings)),
     "limits.core": ("block", "story"),
@@ -56,7 +57,7 @@ def without_restart(old: Config, new: Config) -> tuple[Config, tuple[str, ...]]:
     )
     sections = {
         name: keep(name, getattr(old, name), getattr(new, name))
-        for name in ("daemon", "authority", "scan", "history", "peers")
+        for name in ("daemon", "authority", "scan", "history", "metrics", "peers")
     }
     if new.backends != old.backends:
         waiting.append("backends")
@@ -81,7 +82,16 @@ def changed_keys(old: Config, new: Config) -> tuple[str, ...]:
     return (*found, *(f"groups.{name}" for name in names))
 
 
-_SECTIONS: Final = ("daemon", "authority", "limits", "memory", "scan", "history", "peers")
+_SECTIONS: Final = (
+    "daemon",
+    "authority",
+    "limits",
+    "memory",
+    "scan",
+    "history",
+    "metrics",
+    "peers",
+)
 
 
 def _at(config: Config, path: str) -> Any:

@@ -29,6 +29,7 @@ from tsliced.config.settings import (
     HistorySettings,
     Limits,
     MemorySettings,
+    MetricsSettings,
     PeerSettings,
     ScanSettings,
     ServerLimits,
@@ -44,6 +45,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
     "memory": MemorySettings,
     "scan": ScanSettings,
     "history": HistorySettings,
+    "metrics": MetricsSettings,
     "peers": PeerSettings,
 }
 #: A group's name stands in role aliases ("a=n1,n2;b=n3"), labels and paths.

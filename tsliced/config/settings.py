@@ -206,6 +206,22 @@ class HistorySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """``[metrics]``: figures for Prometheus."""
+
+    #: ``ADDRESS:PORT``, ``[IPv6]:PORT``, or the path of a Unix socket. Left out: there are none.
+    listen: str | None = ruled(
+        None,
+        pattern=r"/[^\0]{0,106}|[^\s:\[\]/]{1,253}:\d{1,5}|\[[0-9A-Fa-f:.]+\]:\d{1,5}",
+        meaning="ADDRESS:PORT, [IPv6]:PORT, or an absolute path of at most 107 bytes",
+    )
+    #: Connections at once; more are turned away.
+    max_clients: int = ruled(8, most=1024)
+    #: From connecting to having read the answer.
+    timeout_s: float = ruled(10.0, least=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
     """``[peers]``: links to the daemons of other hosts. None without `auth`."""
 
@@ -260,6 +276,7 @@ class Config:
     scan: ScanSettings = field(default_factory=ScanSettings)
     authority: AuthoritySettings = field(default_factory=AuthoritySettings)
     history: HistorySettings = field(default_factory=HistorySettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     peers: PeerSettings = field(default_factory=PeerSettings)
     backends: BackendSettings = field(default_factory=BackendSettings)
     #: Sentences to be logged; each begins with its file and line.

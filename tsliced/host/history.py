@@ -162,6 +162,8 @@ class History:
         self._recording = recording
         self._unstored: list[Entry] = []
         self._followers: list[Follower] = []
+        #: Gets each event when it is added.
+        self.listener: Callable[[float, str, str, Mapping[str, Fact]], None] | None = None
 
     @property
     def next_seq(self) -> int:
@@ -186,6 +188,8 @@ class History:
                 self.flush()
         for follower in self._followers:
             follower.offer(entry)
+        if self.listener is not None:
+            self.listener(at_unix, kind, level, facts)
 
     def flush(self) -> None:
         """Hand over what is not stored yet. Call it about every second, and before the end."""

@@ -40,7 +40,9 @@ class ListenError(Exception):
     """The socket cannot be made; the text says why and what to do."""
 
 
-def listen(path: str, *, backlog: int, private: bool = False) -> socket.socket:
+def listen(
+    path: str, *, backlog: int, private: bool = False, key: str = "daemon.socket"
+) -> socket.socket:
     """Return a listening Unix socket at `path`, in place of one that nobody serves any more.
 
     A `private` one is for this user and root alone, and so is its directory.
@@ -51,7 +53,7 @@ def listen(path: str, *, backlog: int, private: bool = False) -> socket.socket:
         text = f"the kernel takes paths of sockets of at most {MAX_PATH_BYTES} bytes: {path}"
         raise ListenError(text)
     if _is_served(path):
-        raise ListenError(f"another daemon serves {path}; stop it first, or set daemon.socket")
+        raise ListenError(f"another daemon serves {path}; stop it first, or set {key}")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         _bind(sock, Path(path), backlog, private=private)

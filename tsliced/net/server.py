@@ -136,6 +136,8 @@ class Server:
         self.limits = limits
         #: Where other hosts are asked; None: there are no links.
         self.peers = peers
+        self.status = status
+        self.told = told
         self._driver = driver
         self._authority = authority
         self._membership = membership

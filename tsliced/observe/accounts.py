@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeAlias
 
 from tsliced.host.history import Fact
@@ -68,6 +69,8 @@ class Held:
 
     #: Leases that were granted.
     leases: int = 0
+    #: Leases that had to wait in a queue.
+    queued: int = 0
     #: Rounds that were granted: with one rank each, as many.
     rounds: int = 0
     #: Rounds for which state had to move.
@@ -82,13 +85,6 @@ class Held:
     def held_s(self) -> float:
         """Return the time that was held in all, as far as it is over."""
         return self.useful_s + self.switch_s
-
-
-@dataclass(slots=True)
-class Group(Held):
-    """One group's account."""
-
-    queued: int = 0
 
 
 @dataclass(slots=True)
@@ -110,6 +106,8 @@ class Step:
 
     seconds: Spread = field(default_factory=_steps)
     bytes: int = 0
+    #: Of the latest that moved anything.
+    latest_bytes_per_s: float | None = None
     #: By cause.
     failures: Counter[str] = field(default_factory=Counter)
 
@@ -157,7 +155,7 @@ class Accounts:
 
     def __init__(self, since_unix: float = float("-inf")) -> None:
         self.since_unix = since_unix
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, Held] = {}
         self.jobs: dict[str, Job] = {}
         self.steps: dict[str, Step] = {}
         self.moves: dict[str, Move] = {}
@@ -168,6 +166,19 @@ class Accounts:
         self.reclaims: Counter[str] = Counter()
         self._open: dict[int, _Round] = {}
         self._round_of: dict[str, int] = {}
+        move = self._on_move
+        self._counters: dict[str, Callable[[Event], None]] = {
+            "held": self._on_held,
+            "queued": self._on_queued,
+            "operation": self._on_step,
+            "hooks": self._on_step,
+            "busy": self._on_busy,
+            "phase": self._on_phase,
+            "evicted": partial(move, "evicted"),
+            "admitted": partial(move, "admitted"),
+            "eviction_failed": partial(move, "eviction_failed"),
+            "admission_failed": partial(move, "admission_failed"),
+        }
 
     # --- adding up ----------------------------------------------------------------------------
 
@@ -179,40 +190,26 @@ class Accounts:
 
     def add(self, event: Event) -> None:
         """Count one event; of other kinds than are known only what they warn of."""
-        is_new = _number(event, "at") >= self.since_unix
-        if is_new and event["level"] in ("warning", "error"):
-            self.warnings[str(event["kind"])] += 1
-        match event["kind"]:
-            case "granted":
-                self._on_granted(event)
-            case "released":
-                self._on_released(event)
-            case _ if not is_new:
-                return
-            case "held":
-                self._on_held(event)
-            case "queued":
-                for group in _groups(event):
-                    self._group(group).queued += 1
-            case "operation" | "hooks":
-                self._on_step(event)
-            case "evicted" | "admitted" | "eviction_failed" | "admission_failed":
-                self._on_move(event)
-            case "busy":
-                device = self.devices.setdefault(str(event["device"]), Device(str(event["group"])))
-                device.busy_s += _number(event, "busy_s")
-                device.seen_s += _number(event, "span_s")
-            case "phase":
-                self._on_phase(event)
-            case _:
-                return
+        self.count(_number(event, "at"), str(event["kind"]), str(event["level"]), event)
+
+    def count(self, at_unix: float, kind: str, level: str, facts: Mapping[str, Fact]) -> None:
+        """Count one event, as the history gets it."""
+        is_new = at_unix >= self.since_unix
+        if is_new and level in ("warning", "error"):
+            self.warnings[kind] += 1
+        if kind == "granted":
+            self._on_granted(at_unix, facts)
+        elif kind == "released":
+            self._on_released(at_unix, facts)
+        elif is_new and (counter := self._counters.get(kind)) is not None:
+            counter(facts)
 
     def forget_job(self, job: str) -> None:
         """Drop a job's account."""
         self.jobs.pop(job, None)
 
-    def _on_granted(self, event: Event) -> None:
-        at, token, lease = _number(event, "at"), int(_number(event, "token")), str(event["lease"])
+    def _on_granted(self, at: float, event: Event) -> None:
+        token, lease = int(_number(event, "token")), str(event["lease"])
         granted_at = at - _number(event, "held_s")
         groups, job = _groups(event), str(event["job"])
         is_new = granted_at >= self.since_unix
@@ -237,8 +234,8 @@ class Accounts:
         known.leases.add(lease)
         self._round_of[lease] = token
 
-    def _on_released(self, event: Event) -> None:
-        at, lease = _number(event, "at"), str(event["lease"])
+    def _on_released(self, at: float, event: Event) -> None:
+        lease = str(event["lease"])
         cause = str(event.get("cause") or "released")
         if cause != "released" and at >= self.since_unix:
             self.reclaims[cause] += 1
@@ -290,20 +287,30 @@ class Accounts:
             owner.holds.add(useful_s / rounds, rounds)
         job.useful_s_by_phase[phase] = job.useful_s_by_phase.get(phase, 0.0) + useful_s
 
+    def _on_queued(self, event: Event) -> None:
+        for owner in (self._job(str(event["job"])), *map(self._group, _groups(event))):
+            owner.queued += 1
+
+    def _on_busy(self, event: Event) -> None:
+        device = self.devices.setdefault(str(event["device"]), Device(str(event["group"])))
+        device.busy_s += _number(event, "busy_s")
+        device.seen_s += _number(event, "span_s")
+
     def _on_step(self, event: Event) -> None:
         verb = str(event["verb"])
         step = self.steps.setdefault(verb, Step())
         if (cause := event.get("cause")) is not None:
             step.failures[str(cause)] += 1
             return
-        step.seconds.add(_number(event, "seconds"))
-        moved = int(_number(event, "bytes"))
+        seconds, moved = _number(event, "seconds"), int(_number(event, "bytes"))
+        step.seconds.add(seconds)
         if verb in MOVING:
             step.bytes += moved
+            if moved and seconds > 0:
+                step.latest_bytes_per_s = moved / seconds
             self._job(str(event["job"])).moved_bytes += moved
 
-    def _on_move(self, event: Event) -> None:
-        kind = str(event["kind"])
+    def _on_move(self, kind: str, event: Event) -> None:
         move = self.moves.setdefault(kind, Move())
         move.seconds.add(_number(event, "seconds"))
         if (cause := event.get("cause")) is not None:
@@ -360,8 +367,8 @@ class Accounts:
         """Return how much of an interval counts."""
         return max(0.0, end - max(begin, self.since_unix))
 
-    def _group(self, name: str) -> Group:
-        return self.groups.setdefault(name, Group())
+    def _group(self, name: str) -> Held:
+        return self.groups.setdefault(name, Held())
 
     def _job(self, name: str) -> Job:
         return self.jobs.setdefault(name, Job())

@@ -48,6 +48,18 @@ _ROUND_STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """Figures of a group."""
+
+    #: None: nobody holds it.
+    held_s: float | None
+    waiters: int
+    oldest_wait_s: float
+    #: ``blocked``, ``stuck``, ``lost`` or ``uncertain``; None: it goes to whoever is next.
+    standstill: str | None
+
+
 @dataclass(slots=True, kw_only=True)
 class StatusPage:
     """Looks at the machine; changes nothing."""
@@ -142,27 +154,18 @@ class StatusPage:
         arbiter = leasing.arbiters[group.name]
         chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
         residents = self.machine.tenancies.residents(group.name)
-        blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
         holder = chosen if chosen is not None and _held(chosen) else None
         lease = next(iter(holder.members.values()), None) if holder is not None else None
         since = lease.granted_at if lease is not None else holder.turn_began_at if holder else now
         state = "free" if chosen is None else _ROUND_STATES[chosen.state]
         reason: object = chosen.stalled if chosen is not None else None
         drain = leasing.drains.get(group.name)
-        if blocked is not None:
-            state, reason = "blocked", leasing.explain_stop(blocked, now)
-        elif (alarm := self._alarm(group.name)) is not None:
-            state, reason = "stuck", alarm.text(now)
-        elif (lost := next(filter(None, map(leasing.lost.get, group.devices)), None)) is not None:
-            state, reason = "lost", f"{lost}; {out_of_loss()}"
-        elif (silence := leasing.silent.get(group.name)) is not None:
-            # Whoever holds it has it still, as far as anybody knows; nobody else is let on.
-            state, reason = "uncertain", silence
+        if (standstill := self._standstill(group, now)) is not None:
+            state, reason = standstill
         elif drain is not None:
             left = chosen is not None or (drain.park and residents)
             state, reason = "draining" if left else "drained", f"drained by {drain.by}"
-        aside = (r for name in leasing.aside if group.name in (r := leasing.rounds[name]).groups)
-        waiting = [*map(leasing.rounds.__getitem__, arbiter.queue), *aside]
+        waiting = self._waiters(group)
         return {
             "state": state,
             "holder": job_map(holder.job) if holder is not None else None,
@@ -178,6 +181,45 @@ class StatusPage:
             "drain": _drain_map(drain, now_unix=time.time()) if drain is not None else None,
             "reason": str(reason) if reason is not None else None,
         }
+
+    def summary(self, group: GroupConfig, now: float) -> GroupSummary:
+        """Return the figures of a group that this host arbitrates."""
+        leasing = self.machine.leasing
+        arbiter = leasing.arbiters[group.name]
+        chosen = leasing.rounds[arbiter.chosen] if arbiter.chosen is not None else None
+        held_s = None
+        if chosen is not None and _held(chosen):
+            began = [lease.granted_at for lease in chosen.members.values()]
+            held_s = now - min(began, default=chosen.turn_began_at)
+        waiters = self._waiters(group)
+        standstill = self._standstill(group, now)
+        return GroupSummary(
+            held_s=held_s,
+            waiters=len(waiters),
+            oldest_wait_s=max((now - round_.asked_at for round_ in waiters), default=0.0),
+            standstill=standstill[0] if standstill is not None else None,
+        )
+
+    def _waiters(self, group: GroupConfig) -> list[Round]:
+        leasing = self.machine.leasing
+        aside = (r for name in leasing.aside if group.name in (r := leasing.rounds[name]).groups)
+        queue = leasing.arbiters[group.name].queue
+        return [*map(leasing.rounds.__getitem__, queue), *aside]
+
+    def _standstill(self, group: GroupConfig, now: float) -> tuple[str, object] | None:
+        """Return why a group is given to nobody, if so: a state and the reason."""
+        leasing, residents = self.machine.leasing, self.machine.tenancies.residents(group.name)
+        blocked = next((t for t in residents if t.coordinator.place is Place.BLOCKED), None)
+        if blocked is not None:
+            return "blocked", leasing.explain_stop(blocked, now)
+        if (alarm := self._alarm(group.name)) is not None:
+            return "stuck", alarm.text(now)
+        if (lost := next(filter(None, map(leasing.lost.get, group.devices)), None)) is not None:
+            return "lost", f"{lost}; {out_of_loss()}"
+        if (silence := leasing.silent.get(group.name)) is not None:
+            # Whoever holds it has it still, as far as anybody knows; nobody else is let on.
+            return "uncertain", silence
+        return None
 
     def _alarm(self, group: GroupName) -> Alarm | None:
         """Return what does not come back and keeps a group from being given to anybody."""
