@@ -56,6 +56,7 @@ SAID: list[PeerMessage] = [
                 groups=(GROUP,),
                 lead=HostName("n1"),
                 term=0,
+                home=(GROUP,),
             ),
         ),
         clients=(JOB,),

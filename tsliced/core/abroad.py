@@ -48,6 +48,7 @@ def _in_state(present: PresentRank, state: RankState) -> PresentRank:
         term=present.term,
         watchdog_s=present.watchdog_s,
         stranger=present.stranger,
+        home=present.home,
     )
 
 
@@ -61,7 +62,12 @@ class Abroad(Homes):
         """Take in what another host says of one of its ranks."""
         rank = RankId(host, present.process)
         key = self.abroad.get(rank)
-        if key is None:
+        told = self.all.get(TenancyKey(present.job, present.home))
+        if told is not None and told.led_here and told.key != key:
+            # It stops and runs with those with whom its own host moves it.
+            self.leave_to(host, present)
+            key = told.key
+        elif key is None:
             on = self.order_of.keys() & present.groups
             key = self._home_for(present.job, on, led_here=True)
         # It may have been moved from here before, by orders that nothing is known of any more.
@@ -88,10 +94,11 @@ class Abroad(Homes):
         return not own or any(tenancy.led_here for tenancy in own)
 
     def leave_to(self, host: HostName, present: PresentRank) -> None:
-        """Know that somebody else moves a rank of another host."""
+        """Know that a rank of another host is not moved with the tenancy that it was in."""
         rank = RankId(host, present.process)
         if (key := self.abroad.pop(rank, None)) is not None:
             del self.all[key].abroad[rank]
+            self.forget_reach(self.all[key], rank)
 
     def note_guests(
         self, host: HostName, presence: Presence, guests: Iterable[PresentRank]
@@ -324,6 +331,7 @@ class Abroad(Homes):
             term=tenancy.coordinator.stamp.term,
             watchdog_s=watchdog_s,
             stranger=tenancy.key.job in self.stranger_jobs,
+            home=tenancy.key.groups,
         )
 
     def audience_of(self, group: GroupName) -> list[HostName]:

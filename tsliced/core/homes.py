@@ -416,6 +416,17 @@ class Homes:
             tenancy.beyond[group] = rank
             self.by_group[group][tenancy.key] = tenancy
 
+    def forget_reach(self, tenancy: Tenancy, gone: RankId) -> None:
+        """Know that a rank which is not a tenancy's any more reaches nowhere for it."""
+        for group, rank in list(tenancy.beyond.items()):
+            if rank == gone:
+                del tenancy.beyond[group]
+                del self.by_group[group][tenancy.key]
+        for process in tenancy.participant.ranks:
+            self._settle_in(process, tenancy.key)
+        for rank in tenancy.abroad:
+            self.settle_abroad(rank, tenancy.key)
+
     def _forget(self, tenancy: Tenancy) -> None:
         self.tell_arbiters(tenancy)
         key = tenancy.key

@@ -69,6 +69,8 @@ class PresentRank:
     watchdog_s: float | None = None
     #: Its job stands for it alone: it is of no known one.
     stranger: bool = False
+    #: The groups with whose tenancy it is moved there; empty: that host does not say.
+    home: tuple[GroupName, ...] = ()
 
 
 @value

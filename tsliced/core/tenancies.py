@@ -296,14 +296,7 @@ class Tenancies(Abroad):
 
     def _on_rank_gone(self, tenancy: Tenancy, gone: RankId, now: float) -> list[Effect]:
         self.tell_arbiters(tenancy)
-        for group, rank in list(tenancy.beyond.items()):
-            if rank == gone:
-                del tenancy.beyond[group]
-                del self.by_group[group][tenancy.key]
-        for process in tenancy.participant.ranks:
-            self._settle_in(process, tenancy.key)
-        for rank in tenancy.abroad:
-            self.settle_abroad(rank, tenancy.key)
+        self.forget_reach(tenancy, gone)
         if not tenancy.led_here:
             return []
         states = [state for _, state in tenancy.ranks()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hosts_lab import N1, N2, N3, G, Lab, ask, come_up, device, hold, pair, release
+from hosts_lab import N1, N2, N3, G, Lab, ask, come_up, device, held, hold, pair, release
 from simulated import job
 
 from tsliced.core.actions import (
@@ -121,6 +121,30 @@ def test_a_process_on_two_groups_of_another_host_binds_them() -> None:
     lab[N2].die(rank)
     lab.run()
     assert not tenancy.beyond
+
+
+@pytest.mark.parametrize("first", [G, H])
+def test_a_rank_that_binds_groups_is_moved_with_those_with_whom_its_own_host_has_it(
+    first: GroupName,
+) -> None:
+    lab = two_groups()
+    session = lab[N1].session(job("a"))
+    leases = [lab[N1].acquire(session, G), lab[N1].acquire(session, H)]
+    lab.run()
+    rank = lab[N2].context(job("a"), device(N2, first))
+    lab[N2].look()
+    lab.run()
+    lab[N2].processes[rank].devices |= {device(N2, G), device(N2, H)}
+    lab[N2].look()
+    lab.restart(N1)
+    lab.run()
+    there, here = tenancies(lab)
+    assert there == here == {TenancyKey(job("a"), (first,)): {rank}}
+    for lease in leases:
+        lab[N1].release(lease)
+    other = ask(lab, "b")
+    assert held(lab, other, N1)
+    assert lab[N2].state(rank) is PARKED
 
 
 def test_ranks_that_are_left_settle_where_they_are_when_one_that_bound_them_is_gone() -> None:

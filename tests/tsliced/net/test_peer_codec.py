@@ -67,6 +67,7 @@ PRESENCE = Presence(
             groups=(GroupName("both"),),
             lead=N2,
             term=1,
+            home=(GroupName("both"),),
         ),
     ),
     clients=(JOB,),
