@@ -27,6 +27,8 @@ from tsliced.core.model import GroupName, HostName, JobKey, TenancyKey
 STORM_S, REST_S = (20.0, 90.0), 7200.0
 #: No life without so many changes of whose state is on a group.
 MIN_SWITCHES = 3
+#: Events of a life, which are a thousand as a rule: who turns in circles has more.
+MAX_EVENTS = 50_000
 #: From the beginning of a phase to the fault that is to hit it, seconds at most.
 AIM_S = 0.5
 #: Phases that need something to go wrong first, what is done for it, and how often at most.
@@ -75,6 +77,7 @@ class Life:
     #: By what is to be hit: how many times more something is done for it.
     _causes: dict[Aim, int] = field(default_factory=dict)
     _storm: bool = True
+    _events: int = 0
     _places: dict[tuple[HostName, TenancyKey], Place] = field(default_factory=dict)
     _holder: dict[GroupName, JobKey] = field(default_factory=dict)
 
@@ -121,6 +124,8 @@ class Life:
 
     def _after(self, host: SimHost, _event: Event) -> None:
         """Notice which tenancies have come into another phase, and aim at them."""
+        self._events += 1
+        assert self._events < MAX_EVENTS, "it turns in circles"
         for key, tenancy in host.machine.tenancies.all.items():
             if not tenancy.led_here:
                 continue

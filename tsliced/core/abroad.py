@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tsliced.core.actions import TenancyEndedRecord
 from tsliced.core.coordinator import NO_STAMP, Place
-from tsliced.core.homes import Guest, Homes
+from tsliced.core.homes import Homes
 from tsliced.core.messages import CededTenancy, HandOver, Presence, PresentRank
 from tsliced.core.model import (
     Cause,
@@ -106,17 +106,26 @@ class Abroad(Homes):
         """Know who is on a group of an arbiter here and is moved from elsewhere."""
         before = self.guests.pop(presence.group, {})
         of_group = {rank: guest for rank, guest in before.items() if rank.host != host}
-        for present in guests:
-            lead = present.lead
-            if lead == self.host:
-                own = self.tenancies_of(present.job)
-                lead = next(t.lead for t in own if presence.group in t.key.groups)
-            rank = RankId(host, present.process)
-            of_group[rank] = Guest(present.job, lead, present.state, present.term)
+        of_group |= {RankId(host, present.process): present for present in guests}
         if of_group:
             self.guests[presence.group] = of_group
 
-    def drop_guests(self, gone: Callable[[RankId, Guest], bool]) -> None:
+    def take_misled(self) -> set[GroupName]:
+        """Move the guests from here that took this host to do so too early; return their groups."""
+        jobs, taken = set(self.reshaped), dict[RankId, PresentRank]()
+        self.reshaped.clear()
+        for group, of_group in self.guests.items():
+            for rank, guest in of_group.items():
+                misled = guest.job in jobs and guest.lead == self.host
+                if misled and self.is_moved_here(group, guest):
+                    taken[rank] = guest
+        if taken:
+            self.drop_guests(lambda rank, _: rank in taken)
+        for rank, guest in taken.items():
+            self.put_abroad(rank.host, guest)
+        return {group for guest in taken.values() for group in guest.groups}
+
+    def drop_guests(self, gone: Callable[[RankId, PresentRank], bool]) -> None:
         """Forget guests that are none any more."""
         left = {
             group: {rank: guest for rank, guest in of_group.items() if not gone(rank, guest)}
@@ -342,13 +351,16 @@ class Abroad(Homes):
 
     def on_hand_over(self, message: HandOver, sender: HostName) -> list[Effect]:
         """Obey another host from now on, where the one that says so was obeyed."""
-        key, to, out = message.tenancy, message.to, list[Effect]()
-        touched = self._touched(key)
-        if any(t.lead != sender or message.stamp <= t.coordinator.stamp for t in touched):
-            return out
+        to, out = message.to, list[Effect]()
+        others = [
+            tenancy
+            for tenancy in self._touched(message.tenancy)
+            if tenancy.lead != sender or message.stamp <= tenancy.coordinator.stamp
+        ]
+        key, mine = self._part_without(others, message.tenancy)
         tenancy = self.all.get(key)
-        if tenancy is None and touched:
-            tenancy = self._regroup(key, touched, sender, out)
+        if tenancy is None and mine:
+            tenancy = self._regroup(key, mine, sender, out)
         if tenancy is not None:
             # Whoever is to move it does so once it knows that all participants obey it.
             lead = to if to != self.host else sender
@@ -359,19 +371,29 @@ class Abroad(Homes):
         own = self.tenancies_of(key.job)
         return [tenancy for tenancy in own if not set(tenancy.key.groups).isdisjoint(key.groups)]
 
+    def _part_without(
+        self, others: list[Tenancy], key: TenancyKey
+    ) -> tuple[TenancyKey, list[Tenancy]]:
+        """Return the part of a tenancy that is in none of some others here, and what it has."""
+        mine = [tenancy for tenancy in self._touched(key) if tenancy not in others]
+        if not others:
+            return key, mine
+        return self._key(key.job, set(key.groups) - _groups_of_all(others)), mine
+
     def take_in(self, order: Order, lead: HostName, out: list[Effect]) -> Tenancy | None:
         """Return the tenancy that another host's order is for, made of what is here if need be.
 
-        None: the order comes from a host that does not move all of it here, or no longer, or not
-        yet.
+        Where others move some of it here, it is the part that they do not. None: the order comes
+        from a host that moves nothing of it here, or no longer, or not yet.
         """
-        key = order.tenancy
-        touched = self._touched(key)
-        if self._not_obeying(order, lead):
+        others = self._not_obeying(order, lead)
+        key, mine = self._part_without(others, order.tenancy)
+        if others and not mine:
             return None
         tenancy = self.all.get(key)
         if tenancy is None:
-            tenancy = self._regroup(key, touched, lead, out)
+            tenancy = self._regroup(key, mine, lead, out)
+        tenancy.part_of = order.tenancy if others else None
         if tenancy.lead != lead:
             tenancy.lead = tenancy.coordinator.lead = lead
             self.tell_arbiters(tenancy)
@@ -387,18 +409,17 @@ class Abroad(Homes):
         ]
 
     def refuse(self, order: Order, lead: HostName) -> Report:
-        """Return the answer to an order of a host that does not move all of a tenancy here.
+        """Return the answer to an order of a host that moves nothing of a tenancy here.
 
-        It need not wait for what others move. But what it does move here it has not stopped by it.
+        It need not wait for what others move. But what obeys a later order of its own runs on.
         """
-        not_obeying = self._not_obeying(order, lead)
-        others = {group for tenancy in not_obeying for group in tenancy.key.groups}
+        others = _groups_of_all(self._not_obeying(order, lead))
         runs = any(
             tenancy.lead == lead and tenancy.has_ranks for tenancy in self._touched(order.tenancy)
         )
         failure: Reason | None = None
         if order.goal is Goal.FROZEN and runs:
-            text = f"other hosts move what it has on {', '.join(sorted(others))} of {self.host}"
+            text = f"what it has on {', '.join(sorted(others))} of {self.host} obeys later orders"
             failure = Reason(cause=Cause.SILENT, text=text)
         return self.nothing_of(order, others, failure)
 
@@ -455,3 +476,7 @@ class Abroad(Homes):
     def look(self, key: TenancyKey) -> Order:
         """Return what finds out where the ranks of this host are, without moving any."""
         return Order(host=self.host, tenancy=key, stamp=NO_STAMP, goal=Goal.QUERY)
+
+
+def _groups_of_all(tenancies: Iterable[Tenancy]) -> set[GroupName]:
+    return {group for tenancy in tenancies for group in tenancy.key.groups}

@@ -53,6 +53,9 @@ class Clearing(Lending):
         """Ask the host that moves a job's state on a group to take it off."""
         job, lead = guest
         round_.moved = True
+        if lead == self.tenancies.host:
+            # It becomes one of those that this host moves before this event is dealt with.
+            return
         if lead not in self.tenancies.links.up:
             text = f"host {lead}, which moves what job {job} has on {group}, is not connected"
             reason = Reason(cause=Cause.SILENT, text=text)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tsliced.core.actions import FreeMemory, Note, Send, TenancyEndedRecord, WatchProcess
 from tsliced.core.coordinator import Coordinator, Place
 from tsliced.core.links import Links
+from tsliced.core.messages import PresentRank
 from tsliced.core.model import (
     CoreLimits,
     DeviceId,
@@ -36,15 +36,6 @@ from tsliced.core.tenancy import Bound, Tenancy, bound_by
 
 #: A rank in one of these runs only when somebody lets it.
 _STILL = (RankState.FROZEN, RankState.PARKED)
-
-
-class Guest(NamedTuple):
-    """A rank on a group of this host's arbiters that another host moves."""
-
-    job: JobKey
-    lead: HostName
-    state: RankState
-    term: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,8 +68,10 @@ class Homes:
     unled: dict[JobKey, None] = field(default_factory=dict)
     #: Groups of arbiters elsewhere on which this host no longer moves what it moved.
     unclaimed: dict[GroupName, None] = field(default_factory=dict)
-    #: By group: ranks on other hosts that others than this one move.
-    guests: dict[GroupName, dict[RankId, Guest]] = field(default_factory=dict)
+    #: By group: ranks on other hosts that others than this one move, as their own hosts said last.
+    guests: dict[GroupName, dict[RankId, PresentRank]] = field(default_factory=dict)
+    #: Jobs with tenancies that have come or gone while there were guests.
+    reshaped: dict[JobKey, None] = field(default_factory=dict)
     #: On their way to other hosts' coordinators, which have not taken them yet.
     leaving: dict[TenancyKey, None] = field(default_factory=dict)
     #: Groups of which other hosts do not know yet who is on their devices here, and those hosts.
@@ -228,10 +221,15 @@ class Homes:
             ),
         )
         self.all[key] = tenancy
+        self._note_reshaped(key.job)
         self.by_job.setdefault(key.job, {})[key] = None
         for group in key.groups:
             self.by_group[group][key] = tenancy
         return tenancy
+
+    def _note_reshaped(self, job: JobKey) -> None:
+        if self.guests:
+            self.reshaped[job] = None
 
     def company_of(self, key: TenancyKey) -> RankId | None:
         """Return a rank of another job that is on a tenancy's devices here, or comes onto them.
@@ -259,13 +257,26 @@ class Homes:
             if not tenancy.led_here and tenancy.participant.on_devices
         }
         guests = self.guests.get(group, {}).values()
-        found |= {(g.job, g.lead): None for g in guests if g.state.holds_device}
+        on = (guest for guest in guests if guest.state.holds_device)
+        found |= {(guest.job, self._lead_of_guest(guest, group)): None for guest in on}
         return list(found)
+
+    def _lead_of_guest(self, guest: PresentRank, group: GroupName) -> HostName:
+        """Return who moves a guest. If it takes this host to do so: who moves its job there."""
+        if guest.lead != self.host:
+            return guest.lead
+        own = (t.lead for t in self.tenancies_of(guest.job) if group in t.key.groups)
+        return next(own, self.host)
 
     def led_on(self, job: JobKey, group: GroupName) -> list[Tenancy]:
         """Return the tenancies of a job that this host moves and that may be on a group."""
         there = self.by_group[group].values()
         return [tenancy for tenancy in there if tenancy.led_here and tenancy.key.job == job]
+
+    def moves_ranks_on(self, job: JobKey, group: GroupName) -> bool:
+        """Whether this host moves a rank of a job that has a context on a group's devices."""
+        led = self.led_on(job, group)
+        return any(group in on for tenancy in led for _, on in self._whereabouts(tenancy))
 
     def leads_of(self, job: JobKey, groups: Iterable[GroupName]) -> list[HostName]:
         """Return the other hosts that move what a job has on groups of arbiters of this host."""
@@ -278,7 +289,8 @@ class Homes:
                     leads[tenancy.lead] = None
             for guest in self.guests.get(group, {}).values():
                 if guest.job == job:
-                    leads[guest.lead] = None
+                    leads[self._lead_of_guest(guest, group)] = None
+        leads.pop(self.host, None)
         return list(leads)
 
     def assert_alone(
@@ -300,7 +312,7 @@ class Homes:
             assert not there, f"{tenancy.key.job} is on {group} too"
         if arbitrated_here and self.guests:
             for guest in self.guests.get(group, {}).values():
-                alone = guest.job == job or guest.lead == but_led_by
+                alone = guest.job == job or self._lead_of_guest(guest, group) == but_led_by
                 assert alone or not guest.state.holds_device, f"{guest.job} is on {group} too"
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
@@ -434,6 +446,7 @@ class Homes:
             self.unclaim(key)
             self.unled[key.job] = None
         del self.all[key]
+        self._note_reshaped(key.job)
         of_job = self.by_job[key.job]
         del of_job[key]
         if not of_job:
@@ -537,8 +550,8 @@ class Homes:
 
     def _mover_of(self, job: JobKey, groups: set[GroupName]) -> HostName | None:
         """Return which other host moves what a job has on groups, if this one knows of any."""
-        guests = (guest for group in groups for guest in self.guests.get(group, {}).values())
-        return next((guest.lead for guest in guests if guest.job == job), None)
+        guests = ((g, group) for group in groups for g in self.guests.get(group, {}).values())
+        return next((self._lead_of_guest(g, group) for g, group in guests if g.job == job), None)
 
     def _put_stranger(self, found: FoundRank) -> list[Effect]:
         if found.process in self.strangers:

@@ -145,13 +145,7 @@ class Leads:
             return
         there = self._on(job, group)
         if not there:
-            # It will be, or the arbiter will hear that it is gone: whichever it is, it asks again.
-            text = f"{self.tenancies.host} knows of nothing that job {job} has on {group}"
-            reason = Reason(cause=Cause.SILENT, text=text)
-            not_cleared = NotCleared(
-                job=job, group=group, reason=reason, way_out="", given_up=False
-            )
-            self.leasing.say(host, not_cleared)
+            self._tell_unknown(job, group)
             return
         self.unwelcome.setdefault((job, group), 0)
         for tenancy in there:
@@ -169,10 +163,23 @@ class Leads:
     def _on(self, job: JobKey, group: GroupName) -> list[Tenancy]:
         return [tenancy for tenancy in self.tenancies.led_on(job, group) if tenancy.resident]
 
+    def _tell_unknown(self, job: JobKey, group: GroupName) -> None:
+        """Let an arbiter ask again: it will be here then, or known there to be gone."""
+        text = f"{self.tenancies.host} knows of nothing that job {job} has on {group}"
+        reason = Reason(cause=Cause.SILENT, text=text)
+        message = NotCleared(job=job, group=group, reason=reason, way_out="", given_up=False)
+        self.leasing.say(self.tenancies.arbiter_of(group), message)
+
     def _try_to_clear(self, job: JobKey, group: GroupName, now: float) -> None:
+        if any(ceded.job == job for _, ceded in self.arriving):
+            # It may be a part of that.
+            return
         there = self._on(job, group)
         if not there:
             del self.unwelcome[job, group]
+            if not self.tenancies.moves_ranks_on(job, group):
+                # Of those that have left, the arbiter hears from where they are.
+                self._tell_unknown(job, group)
         for tenancy in there:
             coordinator = tenancy.coordinator
             if not coordinator.stable or coordinator.given_up:
@@ -365,6 +372,7 @@ class Leads:
         for part in ceded.tenancies:
             self.leasing.out += tenancies.run(tenancies.take(part), now)
             self.leasing.say(host, Taken(tenancy=part.tenancy, stamp=part.stamp))
+        self.leasing.todo += tenancies.take_misled()
         for tenancy in tenancies.tenancies_of(ceded.job):
             if tenancy.led_here and not groups.isdisjoint(tenancy.key.groups):
                 self.leasing.bring_back(tenancy.key, now)

@@ -411,6 +411,10 @@ class Machine:
             for job in tenancies.arrived:
                 leasing.tidy(job)
             tenancies.arrived.clear()
+        if tenancies.reshaped:
+            leasing.todo += tenancies.take_misled()
+            leasing.work_off(now)
+            self._hear_coordinators(now)
         if tenancies.unled:
             self.hosts.forget_clients()
             leasing.tell_unclaimed()

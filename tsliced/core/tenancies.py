@@ -140,8 +140,10 @@ class Tenancies(Abroad):
         if order.host != self.host or self.is_stale(order, lead):
             return []
         out: list[Effect] = []
-        if self.take_in(order, lead, out) is None:
+        if (tenancy := self.take_in(order, lead, out)) is None:
             return [Send(host=lead, message=self.refuse(order, lead))]
+        if tenancy.part_of is not None:
+            order = replace(order, tenancy=tenancy.key)
         return self.run([*out, order], now)
 
     def on_report(self, report: Report, host: HostName, *, now: float) -> list[Effect]:
@@ -350,6 +352,9 @@ class Tenancies(Abroad):
             self.tell_arbiters(tenancy)
         if not asked:
             return []
+        if (whole := tenancy.part_of) is not None:
+            rest = tuple(group for group in whole.groups if group not in tenancy.key.groups)
+            report = replace(report, tenancy=whole, disowned=rest)
         return [Send(host=tenancy.lead, message=report)]
 
     def _hear(self, report: Report, tenancy: Tenancy, now: float) -> list[Effect]:

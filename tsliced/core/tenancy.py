@@ -46,6 +46,8 @@ class Tenancy:
     participant: Participant
     #: Whose coordinator moves it.
     lead: HostName
+    #: The tenancy elsewhere of which this is the part that its lead moves here; None: it is all.
+    part_of: TenancyKey | None = None
     #: Ranks on other hosts, as these said last; known only where it is led.
     abroad: dict[RankId, PresentRank] = field(default_factory=dict)
     #: By host: why the ranks there could not be parked.

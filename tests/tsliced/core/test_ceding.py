@@ -583,6 +583,61 @@ def test_what_is_disowned_altogether_is_nobodys_here() -> None:
     assert leads(lab, N1) == {}
 
 
+def split() -> tuple[Lab, LeaseId, list[ProcessId]]:
+    """Let a host obey two others, each for a part of what one of them moves."""
+    lab = Lab(SHARED)
+    lease = ask(lab, "a", N1, A, B)
+    ranks = [come_up(lab, "a", group, host=host) for group, host in ((A, N3), (B, N2), (B, N3))]
+    give_back(lab, lease, N1)
+    say(lab, N1, N3, HandOver(tenancy=key(B), stamp=LATE, to=N2))
+    assert leads(lab, N1) == {(A, B): N1}
+    assert leads(lab, N3) == {(A,): N1, (B,): N2}
+    return lab, lease, ranks
+
+
+def test_what_others_move_on_one_host_does_not_keep_the_rest_on_its_devices() -> None:
+    lab, _, ranks = split()
+    other = ask(lab, "b", N1, A)
+    assert held(lab, other, N1)
+    assert states(lab, ranks) == [PARKED, PARKED, RUNNING]
+
+
+def test_the_part_that_a_host_moves_is_handed_over_without_what_others_move() -> None:
+    lab, _, _ = split()
+    later = LATE._replace(term=100)
+    say(lab, N1, N3, HandOver(tenancy=key(A, B), stamp=later, to=N2))
+    assert leads(lab, N3) == {(A,): N2, (B,): N2}
+
+
+def test_an_order_that_a_part_obeys_is_answered_for_the_whole_also_when_it_is_said_again() -> None:
+    lab, _, (on_a, _, _) = split()
+    lab.said.clear()
+    whole = Order(host=N3, tenancy=key(A, B), stamp=LATE, goal=Goal.QUERY)
+    for _ in range(2):
+        say(lab, N1, N3, whole)
+    assert said(lab, Report) == 2 * [
+        Report(
+            host=N3,
+            tenancy=key(A, B),
+            stamp=LATE,
+            failure=None,
+            states=((on_a, RUNNING),),
+            disowned=(B,),
+        )
+    ]
+
+
+def test_a_part_that_obeys_later_orders_does_not_let_a_move_go_on_without_it() -> None:
+    lab, _ = shared(N3)
+    say(lab, N1, N3, HandOver(tenancy=key(A, B), stamp=LATE, to=N1))
+    lower = LATE._replace(term=1)
+    say(lab, N1, N3, Order(host=N3, tenancy=key(A, B), stamp=lower, goal=Goal.FROZEN))
+    report = said(lab, Report)[-1]
+    assert isinstance(report, Report)
+    assert report.stamp == lower
+    assert report.failure is not None
+
+
 def test_what_a_job_holds_is_not_given_up_though_it_is_disowned() -> None:
     lab = Lab(SHARED)
     lease = ask(lab, "a", N1, A, B)

@@ -27,10 +27,34 @@ from world import LIMITS
 from tsliced.core.actions import TellStalled
 from tsliced.core.coordinator import Place
 from tsliced.core.events import HostDied, PeerSaid
-from tsliced.core.messages import Clear, HandOver, NotCleared, Presence, PresentRank
-from tsliced.core.model import Cause, GroupName, HostName, ProcessId, RankState, Reason, Verb
+from tsliced.core.messages import (
+    Cede,
+    Ceded,
+    CededTenancy,
+    Clear,
+    HandOver,
+    NotCleared,
+    PeerMessage,
+    Presence,
+    PresentRank,
+)
+from tsliced.core.model import (
+    Cause,
+    Counter,
+    GroupName,
+    HostName,
+    ProcessId,
+    RankState,
+    Reason,
+    RoundId,
+    Stamp,
+    TenancyKey,
+    Verb,
+)
+from tsliced.core.signals import Order
 
 RUNNING, PARKED, FROZEN = RankState.RUNNING, RankState.PARKED, RankState.FROZEN
+LATE = Stamp(99, Counter(0, 0), 0)
 SHARED: dict[GroupName, tuple[HostName, ...]] = {A: (N1,), B: (N2, N3)}
 
 
@@ -161,6 +185,47 @@ def test_who_is_asked_for_what_it_knows_nothing_of_says_so() -> None:
     assert isinstance(answer, NotCleared)
     assert (answer.reason.cause, answer.given_up) == (Cause.SILENT, False)
     assert_at_rest(lab)
+
+
+def test_who_finds_nothing_to_take_off_says_so() -> None:
+    lab = two()
+    lease = ask(lab, "a", N1, A, B)
+    give_back(lab, lease, N1)
+    say(lab, N2, N1, Clear(job=job("a"), group=B))
+    (answer,) = said(lab, NotCleared)
+    assert isinstance(answer, NotCleared)
+    assert (answer.reason.cause, answer.given_up) == (Cause.SILENT, False)
+    assert_at_rest(lab)
+
+
+def test_what_is_asked_away_may_be_a_part_of_what_has_yet_to_be_taken() -> None:
+    lab = two()
+    lease = ask(lab, "a", N1, A, B)
+    give_back(lab, lease, N1)
+    rank = lab[N2].context(job("a"), device(N2, B))
+    lab.by_hand()
+    lab[N1].acquire(lab[N1].session(job("b")), A)
+    until(lab, Order)
+    key, there = TenancyKey(job("a"), (B,)), lab[N2].machine.tenancies
+    lab[N2].look()
+    (tenancy,) = there.tenancies_of(job("a"))
+    present = there.present(tenancy.participant.ranks[rank], tenancy, None)
+    part = CededTenancy(tenancy=key, stamp=LATE, on=True, pinned=None, ranks=((N2, present),))
+    ceded = Ceded(round=RoundId(99), job=job("a"), tenancies=(part,))
+    lab[N1].feed(PeerSaid(host=N2, message=ceded))
+    lab[N1].feed(PeerSaid(host=N2, message=Clear(job=job("a"), group=B)))
+    lab.by_itself()
+    assert lab[N2].state(rank) is PARKED
+    assert said(lab, NotCleared) == []
+
+
+def test_who_has_taken_off_what_was_asked_for_does_not_say_anything_else() -> None:
+    lab = two()
+    lease, ranks = hold(lab, "a", N1, A, B)
+    give_back(lab, lease, N1)
+    say(lab, N2, N1, Clear(job=job("a"), group=B))
+    assert states(lab, ranks) == [PARKED, PARKED]
+    assert said(lab, NotCleared) == []
 
 
 # --- what nobody may say --------------------------------------------------------------------------
@@ -337,6 +402,57 @@ def test_what_is_asked_away_waits_for_a_host_that_is_lost() -> None:
     lab.run()
     assert held(lab, other, N2)
     assert_at_rest(lab)
+
+
+def deliver(lab: Lab, source: HostName, target: HostName, kind: type[PeerMessage]) -> None:
+    """Let what one host says to another arrive until a message of a kind has, before all else."""
+    lab.collect()
+    for item in [item for item in lab.wire if item[:2] == (source, target)]:
+        lab.wire.remove(item)
+        lab[target].feed(PeerSaid(host=source, message=item[2]))
+        if isinstance(item[2], kind):
+            return
+    raise AssertionError(f"{source} does not say any {kind.__name__} to {target}")
+
+
+def test_a_rank_that_obeys_a_host_before_that_has_taken_its_job_is_moved_by_it_then() -> None:
+    lab = Lab(SHARED)
+    lease = ask(lab, "a", N1, A, B)
+    ranks = [come_up(lab, "a", A), come_up(lab, "a", B, host=N2)]
+    give_back(lab, lease, N1)
+    lab.by_hand()
+    part = lab[N2].acquire(lab[N2].session(job("a")), B)
+    deliver(lab, N2, N1, Cede)
+    deliver(lab, N1, N3, HandOver)
+    late = lab[N3].context(job("a"), device(N3, B))
+    lab[N3].look()
+    deliver(lab, N3, N2, Presence)
+    assert [guest.lead for guest in lab[N2].machine.tenancies.guests[B].values()] == [N2]
+    lab.by_itself()
+    assert held(lab, part, N2)
+    assert_at_rest(lab)
+    give_back(lab, part, N2)
+    assert held(lab, ask(lab, "b", N3, B), N3)
+    assert states(lab, [*ranks, late]) == [RUNNING, PARKED, PARKED]
+
+
+def test_a_rank_that_obeys_a_host_too_early_is_moved_by_it_when_nobody_else_does() -> None:
+    lab = Lab(SHARED)
+    lease = ask(lab, "a", N1, A, B)
+    hooks = lab[N2].session(job("a"), hooks=True)
+    come_up(lab, "a", A)
+    rank, _ = (come_up(lab, "a", B, host=host) for host in (N2, N3))
+    give_back(lab, lease, N1)
+    ask(lab, "b", N1, A)
+    lab[N2].die(rank)
+    say(lab, N1, N3, HandOver(tenancy=TenancyKey(job("a"), (B,)), stamp=LATE, to=N2))
+    late = come_up(lab, "a", B, host=N3)
+    waiter = ask(lab, "c", N2, B)
+    assert not held(lab, waiter, N2), "another host is taken to move what is in its way"
+    lab[N2].close(hooks)
+    lab.pass_time(5.0, step_s=1.0)
+    assert held(lab, waiter, N2)
+    assert lab[N3].state(late) is PARKED
 
 
 def test_presence_without_ranks_leaves_no_guests() -> None:
