@@ -7,6 +7,7 @@ Exits with 0 if both jobs ended with the same device state both ways, to the bit
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import sys
@@ -18,25 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from demo.daemon import GROUP, Daemon, DemoError
-from demo.hardware import Hardware, NoHardwareError, choose
+from demo.daemon import Daemon, DemoError
+from demo.hardware import HOST, ROOT, Hardware, NoHardwareError, choose
 from demo.job import Pace
 from demo.jobs import RANKS, Outcome, Stage, run_stage
-from demo.report import (
-    count_switches,
-    duty_lines,
-    group_duty,
-    job_duty,
-    operation_lines,
-    operations,
-)
+from demo.recording import history_of
+from demo.report import count_switches, duty_lines, operation_lines, operations
 from demo.table import Screen
 from libtimeslice.protocol import Message
+from tsliced.observe import timeline
+from tsliced.observe.report.figures import figures
+from tsliced.observe.report.page import report as report_page
+from tsliced.observe.trace import trace
 
 JOBS = ("a", "b")
 #: As in RL post-training: the devices are used for about 40 % of an iteration.
 PACE = Pace(rollout_s=1.5, reward_s=3.6, training_s=0.9)
 STAGE_LIMIT_S = 120.0
+OUTPUT = ROOT / "build" / "demo"
 
 
 def main() -> int:
@@ -47,12 +47,15 @@ def main() -> int:
     parser.add_argument(
         "--pace", type=float, default=1.0, help="multiplies the length of each phase (default 1)"
     )
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, help="where report and trace go (default build/demo)"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
     screen = Screen(sys.stdout)
     try:
         with temporary_directory() as directory, chosen(options.hardware, directory) as hardware:
-            plan = Plan(options.iterations, PACE.scaled(options.pace))
+            plan = Plan(options.iterations, PACE.scaled(options.pace), options.output)
             return conduct(hardware, directory, plan, screen)
     except (DemoError, NoHardwareError) as error:
         screen.line(f"The demo failed: {error}")
@@ -90,6 +93,8 @@ class Plan:
 
     iterations: int
     pace: Pace
+    #: The directory of what is left for people to look at.
+    output: Path
 
     def stage(self, name: str, *jobs: str) -> Stage:
         """Returns a stage in which these jobs run side by side."""
@@ -127,32 +132,23 @@ def conduct(hardware: Hardware, directory: Path, plan: Plan, screen: Screen) -> 
         except DemoError:
             screen.line(f"The daemon's log ends with:\n{daemon.log_tail()}")
             raise
+    write_results(plan.output, alone, history, screen)
     return report(screen, alone, together, history)
 
 
 class History:
-    """What the daemon says while the jobs share: events, and how busy the devices are."""
+    """What the daemon says while the jobs share."""
 
     def __init__(self, daemon: Daemon, screen: Screen) -> None:
         self._daemon = daemon
         self._screen = screen
         self._next = daemon.events(0)[1]
-        self._busy: list[float] = []
         self.events: list[Message] = []
         self.began_at = self.ended_at = time.time()
 
     def tick(self) -> None:
-        """Reads the status, shows it, and samples the devices' utilization."""
-        status = self._daemon.status()
-        self._screen.show(status)
-        busy = [
-            device["utilization_pct"]
-            for group in status["groups"]
-            for device in group["devices"]
-            if device["utilization_pct"] is not None
-        ]
-        if busy:
-            self._busy.append(sum(busy) / len(busy) / 100)
+        """Reads and shows the status, and reads what has happened."""
+        self._screen.show(self._daemon.status())
         self._read()
 
     def finish(self) -> None:
@@ -161,33 +157,41 @@ class History:
         self._read()
         self._screen.line()
 
-    @property
-    def span(self) -> tuple[float, float]:
-        """Begin and end, in Unix seconds as the events have them."""
-        return self.began_at, self.ended_at
-
-    @property
-    def kernel(self) -> float | None:
-        """How busy NVML found the devices, from 0 to 1, on average; None if it does not say."""
-        return sum(self._busy) / len(self._busy) if self._busy else None
+    def line(self) -> timeline.Timeline:
+        """Returns the run as intervals."""
+        return timeline.read(self.events, since_unix=self.began_at, until_unix=self.ended_at)
 
     def _read(self) -> None:
         events, self._next = self._daemon.events(self._next)
         self.events += events
 
 
+def write_results(
+    directory: Path, alone: dict[str, Outcome], history: History, screen: Screen
+) -> None:
+    """Leaves a report, a trace and the history of the shared run for people to look at."""
+    directory.mkdir(parents=True, exist_ok=True)
+    line = history.line()
+    solo = [timeline.read(history_of(alone[job].results[job][0])) for job in alone]
+    page = report_page(history.events, line, solo, host=HOST)
+    (directory / "report.html").write_text(page, encoding="utf-8")
+    (directory / "trace.json").write_text(json.dumps(trace(line, HOST)), encoding="utf-8")
+    events = json.dumps({"schema": 1, "events": history.events})
+    (directory / "history.json").write_text(events, encoding="utf-8")
+    screen.line(f"Report: {directory / 'report.html'}")
+    screen.line(f"Trace, for https://ui.perfetto.dev: {directory / 'trace.json'}")
+
+
 def report(screen: Screen, alone: dict[str, Outcome], together: Outcome, history: History) -> int:
     """Prints the figures; returns 0 if every rank ended in the same state both ways, else 1."""
-    span = history.span
     busy = {
         job: sum(result.busy_s for result in results) / len(results)
         for job, results in together.results.items()
     }
-    duties = [group_duty(f"group {GROUP}", history.events, span, history.kernel)]
-    duties += [job_duty(job, history.events, span, busy[job]) for job in together.results]
+    found = figures(history.events, history.line())
     screen.line()
     for line in [
-        *duty_lines(duties),
+        *duty_lines(found, busy),
         "  held: leased, or moved for a lease; useful: without the moves;",
         "  kernel: devices busy, by NVML for the group, by the ranks' own clocks for a job",
         "",

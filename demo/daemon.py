@@ -137,6 +137,9 @@ def configuration(hardware: Hardware, directory: Path, socket: Path, backend: st
         # A list of plain strings is written in TOML as in JSON.
         f"devices = {json.dumps(hardware.devices)}",
         f'users = ["{os.getuid()}"]',
+        # A run of seconds: how busy the devices are is told as often as they are looked at.
+        "[history]",
+        "sample_s = 1.0",
     ]
     if backend == "torch":
         # The context of each rank stays, with what torch's libraries have in it.

@@ -10,12 +10,15 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from demo.cuda import DeviceBuffer, Driver
 from demo.workload import BLOCK, Workload
 from libtimeslice import TimeSlice, connect
+
+#: What one iteration is said to make: the trajectories are noise.
+TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Result:
     leases: int = 0
     #: Leases for which the state had to be brought back.
     restored: int = 0
+    #: Name, whether it was on the devices, begin and end in Unix seconds.
+    phases: list[tuple[str, bool, float, float]] = field(default_factory=list)
+    #: What it told, and when.
+    progress: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
 
 class Rank:
@@ -69,13 +76,18 @@ class Rank:
             with self._lease("rollout"):
                 sample = state.rollout(iteration)
                 self._work(driver, state, self._pace.rollout_s)
+            began_at = time.time()
             with self._ts.phase("reward"):
                 reward = state.reward(sample)
                 time.sleep(self._pace.reward_s)
+            self.result.phases.append(("reward", False, began_at, time.time()))
             with self._lease("training"):
                 state.train(iteration, reward)
                 self._work(driver, state, self._pace.training_s)
-            self._ts.progress(step=iteration + 1, reward=reward)
+            figures = {"step": iteration + 1, "reward": reward, "tokens": TOKENS}
+            if options.rank == 0:
+                self._ts.progress(**figures)
+                self.result.progress.append((time.time(), figures))
         with self._lease("checksum"):
             self.result.digest = state.digest()
         return self.result
@@ -97,8 +109,9 @@ class _Counted:
 
     def __init__(self, rank: Rank, phase: str) -> None:
         self._rank = rank
+        self._phase = phase
         self._lease = rank._ts.lease(phase=phase, timeout=rank._options.timeout)
-        self._began_at = 0.0
+        self._began_at = self._began_at_unix = 0.0
 
     def __enter__(self) -> None:
         lease = self._lease.__enter__()
@@ -106,10 +119,12 @@ class _Counted:
         result.leases += 1
         result.waited_s += lease.waited_s
         result.restored += lease.restored
-        self._began_at = time.monotonic()
+        self._began_at, self._began_at_unix = time.monotonic(), time.time()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._rank.result.busy_s += time.monotonic() - self._began_at
+        result, began_at = self._rank.result, self._began_at_unix
+        result.busy_s += time.monotonic() - self._began_at
+        result.phases.append((self._phase, True, began_at, time.time()))
         self._lease.__exit__(*exc_info)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pynvml
 import pytest
+from browser import browser
+from trace_schema import check
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -26,9 +29,9 @@ def softcuda() -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S)
 
 
-def start(tmp_path: Path) -> subprocess.Popen[str]:
+def start(tmp_path: Path, output: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        COMMAND,
+        [*COMMAND, f"--output={output}"],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -50,10 +53,11 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     ]
 
 
-def test_the_demo_ends_bit_identical_says_what_it_ran_on_and_leaves_nothing_behind(
-    tmp_path: Path,
+def test_the_demo_ends_bit_identical_says_what_it_ran_on_and_leaves_a_report_alone(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with start(tmp_path) as process:
+    left = tmp_path_factory.mktemp("left")
+    with start(tmp_path, left) as process:
         output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
     assert output.startswith("Devices: 2 softcuda devices of 512 MiB")
@@ -66,6 +70,52 @@ def test_the_demo_ends_bit_identical_says_what_it_ran_on_and_leaves_nothing_behi
     assert re.search(r"^Shared: [\d.]+ s\. One after the other: [\d.]+ s\.", output, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
     assert left_in_memory(process) == []
+    check_results(left)
+
+
+def check_results(left: Path) -> None:
+    """Asserts that report and trace of a run are what they should be, and say the same."""
+    assert {path.name for path in left.iterdir()} == {"report.html", "trace.json", "history.json"}
+    check(json.loads((left / "trace.json").read_text()))
+    page = (left / "report.html").read_text()
+    assert len(page.encode()) < 2_000_000
+    for words in ("together took", "A full switch costs", "a alone", "reward"):
+        assert words in page
+    command = [sys.executable, "-m", "tsliced.ctl", "report", "--json"]
+    done = subprocess.run(
+        [*command, "--history", str(left / "history.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    jobs = json.loads(done.stdout)["figures"]["jobs"]
+    assert len(jobs) == 2
+    for job in jobs:
+        # The same, added up by hand.
+        assert job["useful_s"] == pytest.approx(held_s(left, job["job"]), rel=0.01)
+    with browser() as window:
+        window.open(left / "report.html")
+        assert window.complaints() == []
+        assert window.run("return document.querySelectorAll('.uplot').length") >= 3
+
+
+def held_s(left: Path, job: str) -> float:
+    """Returns for how long any rank of a job had a lease; its ranks have theirs together."""
+    events = json.loads((left / "history.json").read_text())["events"]
+    begins: dict[int, float] = {}
+    token_of: dict[str, int] = {}
+    ends: dict[int, float] = {}
+    for event in (event for event in events if event.get("job") == job):
+        if event["kind"] == "granted":
+            token_of[event["lease"]] = event["token"]
+            begins.setdefault(event["token"], event["at"] - (event.get("held_s") or 0.0))
+        elif event["kind"] == "released":
+            ends[token_of[event["lease"]]] = event["at"]
+    told = sum(float(ends[token] - begins[token]) for token in ends)
+    short = [e for e in events if e["kind"] == "held" and e["job"] == job]
+    return told + sum(float(event["held_s"]) / int(event["ranks"]) for event in short)
 
 
 def has_driver() -> bool:
@@ -90,7 +140,7 @@ def test_a_demo_without_the_hardware_that_was_asked_for_says_so(tmp_path: Path) 
 
 
 def test_an_interrupted_demo_ends_its_processes_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with start(tmp_path) as process:
+    with start(tmp_path, tmp_path / "never") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "held" in line:

@@ -203,10 +203,7 @@ def _over_steps(
         name, steps = job_id(job.job), job.steps
         times.append(_points(f"{name} shared", steps.at, steps.shared_s))
         how = "alone" if job.recorded else "alone (worked out)"
-        numbers = (
-            steps.at if not job.recorded else list(map(float, range(1, len(steps.alone_s) + 1)))
-        )
-        times.append({**_points(f"{name} {how}", numbers, steps.alone_s), "dash": True})
+        times.append({**_points(f"{name} {how}", steps.alone_at, steps.alone_s), "dash": True})
     if any(curve["x"] for curve in times):
         yield _chart("Time of a step", "step", "s", [curve for curve in times if curve["x"]])
     for name in curves(line)[:MOST_CURVES]:

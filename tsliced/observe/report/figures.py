@@ -66,8 +66,8 @@ class Phase:
 
     @property
     def too_fine(self) -> bool:
-        """Whether it does not pay to hand the devices over for it."""
-        return self.overhead > MOST_OVERHEAD
+        """Whether it does not pay to hand the devices over for it; once or twice do not matter."""
+        return self.overhead > MOST_OVERHEAD and self.count > 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +76,7 @@ class Steps:
 
     at: list[float] = field(default_factory=list)
     shared_s: list[float] = field(default_factory=list)
+    alone_at: list[float] = field(default_factory=list)
     alone_s: list[float] = field(default_factory=list)
 
 
@@ -272,9 +273,9 @@ def _same_work_s(job: str, line: Timeline, alone: Timeline) -> float | None:
 
 
 def _steps_of(line: Timeline, names: Sequence[str]) -> float:
-    """Return how many steps some job told of."""
+    """Return how many steps some job told of; several of its ranks may have told the same."""
     found = (line.figures.get((name, "step")) for name in names)
-    return max((len(series.values) for series in found if series is not None), default=0)
+    return max((len(set(series.values)) for series in found if series is not None), default=0)
 
 
 def _tokens_per_s(line: Timeline, job: str) -> float | None:
@@ -293,10 +294,13 @@ def _steps(job: str, line: Timeline, waited: Sequence[Span], alone: Timeline | N
         found.shared_s.append(seconds)
         if alone is None:
             share = 1 - covered.within(begin, end) / (end - begin)
+            found.alone_at.append(step)
             found.alone_s.append(seconds * share)
     if alone is not None:
         series = next((alone.figures.get((name, "step")) for name in _of(alone, job)), None)
-        found.alone_s = [seconds for _, _, seconds in step_times(series)]
+        for step, _, seconds in step_times(series):
+            found.alone_at.append(step)
+            found.alone_s.append(seconds)
     return found
 
 

@@ -132,13 +132,14 @@ def _limit(job: JobFigures, backlogs: dict[tuple[str, str], float]) -> Iterator[
 
 
 def _too_fine(job: JobFigures, figures: Figures) -> Iterator[Sentence]:
-    for phase in job.phases:
-        if phase.too_fine:
-            least = figures.switch.shortest_phase_s if figures.switch is not None else None
-            text = (
-                f"{job_id(job.job)} gives the devices back too often for its phase {phase.name}: "
-                f"{phase.overhead:.0%} of it are switches (it lasts {duration(phase.hold_s.p50)})."
-            )
-            if least is not None:
-                text += f" Put together what is shorter than {duration(least)}."
-            yield Sentence(tone=Tone.BAD, text=text)
+    fine = [phase for phase in job.phases if phase.too_fine]
+    if not fine:
+        return
+    named = ", ".join(
+        f"{phase.name} ({duration(phase.hold_s.p50)}, {phase.overhead:.0%} switches)"
+        for phase in fine
+    )
+    text = f"{job_id(job.job)} gives the devices back too often. What does not pay: {named}."
+    if figures.switch is not None:
+        text += f" Put together what is shorter than {duration(figures.switch.shortest_phase_s)}."
+    yield Sentence(tone=Tone.BAD, text=text)
