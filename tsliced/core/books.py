@@ -194,9 +194,14 @@ class Books:
             self.timers.clear(TimerKey(TimerKind.CONFIRM, lease.id))
 
     def await_confirmation(self, lease: Lease, now: float) -> None:
-        """Expect the client to confirm its grant in time."""
+        """Expect the client to confirm its grant in time.
+
+        A client of another host is waited for by its front: whether the grant has reached that,
+        nobody knows here.
+        """
         lease.unconfirmed = True
-        self.timers.set(TimerKey(TimerKind.CONFIRM, lease.id), now + self.limits.ack_s)
+        if lease.session not in self.foreign:
+            self.timers.set(TimerKey(TimerKind.CONFIRM, lease.id), now + self.limits.ack_s)
 
     # --- what is on record --------------------------------------------------------------------
 

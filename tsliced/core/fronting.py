@@ -9,6 +9,8 @@ Rules:
 * A request that nobody is interested in any more is taken back, and a grant of it handed back.
 * How a lease ended is remembered as that of any other: a client that asks again, because the answer
   was lost, gets the same one.
+* A grant that had to wait must be confirmed to the front: only that knows whether its client is
+  there, and whether the grant has come.
 * Only the arbiter that was asked answers.
 """
 
@@ -147,8 +149,39 @@ class Fronting:
         lease = self.leases.get(event.lease)
         if lease is None or lease.session != event.session:
             return False
+        self._expect_no_confirmation(lease)
         self._say(lease.arbiter, event)
         return True
+
+    def on_resumed(self, session: SessionId) -> None:
+        """A client came back: what it has an answer to it has seen."""
+        for lease in self.held_by(session):
+            self._expect_no_confirmation(lease)
+
+    def on_confirm_due(self, lease_id: LeaseId, now: float) -> None:
+        """A grant was not confirmed: it is handed back."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return
+        session = self.books.sessions[lease.session]
+        if not session.connected:
+            # While the connection is down another clock runs.
+            return
+        if self.books.tenancies.holds_still(self.books.rank_of(session)):
+            self._await_confirmation(lease, now)
+            return
+        text = f"its grant was not confirmed within {self.books.limits.ack_s} s"
+        self._end(lease, "lease_ended", text)
+        self.books.out.append(TellLost(session=lease.session, lease=lease.id, text=text))
+        # If that is lost, it says so again when it hears what it holds.
+        self._say(lease.arbiter, _release(lease.session, lease.id))
+
+    def _await_confirmation(self, lease: ForeignLease, now: float) -> None:
+        timer = TimerKey(TimerKind.CONFIRM, lease.id)
+        self.books.timers.set(timer, now + self.books.limits.ack_s)
+
+    def _expect_no_confirmation(self, lease: ForeignLease) -> None:
+        self.books.timers.clear(TimerKey(TimerKind.CONFIRM, lease.id))
 
     def show_life(self, event: SignOfLife) -> None:
         """Pass on a client's sign of life to those of whom it holds something."""
@@ -212,7 +245,7 @@ class Fronting:
 
     # --- what arbiters say --------------------------------------------------------------------
 
-    def on_action(self, action: ClientAction, arbiter: HostName) -> None:
+    def on_action(self, action: ClientAction, arbiter: HostName, now: float) -> None:
         """Take an answer, or news, of an arbiter elsewhere for a client of this host."""
         if action.session not in self.books.sessions:
             if not isinstance(action, EndSession):
@@ -220,7 +253,7 @@ class Fronting:
             return
         match action:
             case Grant():
-                self._on_grant(action, arbiter)
+                self._on_grant(action, arbiter, now)
             case Refuse() | ConfirmRelease() | ConfirmCancel() | DeclineTurn():
                 self._on_answer(action, arbiter)
             case EndSession(session=session, text=text):
@@ -233,7 +266,7 @@ class Fronting:
             case _:
                 self.books.out.append(action)
 
-    def _on_grant(self, grant: Grant, arbiter: HostName) -> None:
+    def _on_grant(self, grant: Grant, arbiter: HostName, now: float) -> None:
         lease = self.leases.get(grant.lease)
         if lease is None or lease.arbiter != arbiter or lease.abandoned:
             # Nobody waits for it any more.
@@ -244,6 +277,8 @@ class Fronting:
         if lease.tokens != grant.tokens:
             lease.tokens = grant.tokens
             self.books.out.append(lease.record())
+        if grant.ack_s is not None:
+            self._await_confirmation(lease, now)
         self.books.out.append(grant)
 
     def _on_answer(self, answer: Answer, arbiter: HostName) -> None:
@@ -323,6 +358,7 @@ class Fronting:
     def _forget(self, lease: ForeignLease) -> None:
         del self.leases[lease.id]
         self.books.timers.clear(TimerKey(TimerKind.ACQUIRE, lease.id))
+        self._expect_no_confirmation(lease)
         self.books.out.append(lease.record(over=True))
 
     # --- links --------------------------------------------------------------------------------

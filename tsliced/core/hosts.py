@@ -338,7 +338,7 @@ class Hosts:
             case HandOver() | HandedOver() | Ceded() | Taken():
                 self._on_handover(host, message, now)
             case _:
-                self.fronting.on_action(message, host)
+                self.fronting.on_action(message, host, now)
 
     def _has_part_in(self, host: HostName, job: JobKey) -> bool:
         """Whether a host takes part in moving a job of here, or in what its clients ask for."""

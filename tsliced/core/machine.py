@@ -355,6 +355,7 @@ class Machine:
                 self.leasing.on_disconnected(session, now)
             case SessionResumed(session=session):
                 self.leasing.on_resumed(session, now)
+                self.fronting.on_resumed(session)
             case SessionClosed(session=session):
                 self.leasing.end_session(session, "it was closed", now)
             case _:
@@ -578,6 +579,7 @@ class Machine:
                     self.fronting.on_acquire_due(id_, now)  # type: ignore[arg-type]
                 case TimerKind.CONFIRM:
                     leasing.on_confirm_due(id_, now)  # type: ignore[arg-type]  # by kind
+                    self.fronting.on_confirm_due(id_, now)  # type: ignore[arg-type]
                 case TimerKind.GRACE:
                     leasing.on_grace_due(id_, now)  # type: ignore[arg-type]  # by kind
                 case TimerKind.RETRY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from hosts_lab import (
     Lab,
     ask,
     assert_alone,
+    device,
     held,
     hold,
     pair,
@@ -516,6 +518,72 @@ def test_a_grant_that_is_confirmed_stays() -> None:
     release(lab, first)
     lab.pass_time(LIMITS.ack_s + 1.0)
     assert held(lab, second, N2)
+
+
+def test_a_grant_that_a_cut_has_lost_is_not_handed_back_and_waits_for_its_client_g3() -> None:
+    lab = pair()
+    first = ask(lab, "a")
+    second, third = ask(lab, "b", N2), ask(lab, "c")
+    lab.pass_time(1.0)
+    lab.by_hand()
+    lab[N1].release(first)
+    while not lab[N1].machine.leasing.leases[second].tokens:
+        assert lab.step()
+    lab.disconnect(N1, N2)
+    # As if nobody had noticed for as long as a grant may be without an answer.
+    for session in lab[N1].machine.leasing.sessions.values():
+        session.connected = True
+    lab[N1].pass_time(LIMITS.ack_s + 1.0)
+    lab.connect(N1, N2)
+    lab.by_itself()
+    assert held(lab, second, N2)
+    assert not held(lab, third, N1)
+
+
+def unconfirmed(lab: Lab) -> tuple[LeaseId, SessionId]:
+    """Let a client of the second host be granted the group, and not confirm it yet."""
+    first = ask(lab, "a")
+    second = ask(lab, "b", N2)
+    lab[N2].clients[session_of(second)].confirms = False
+    lab.pass_time(1.0)
+    release(lab, first)
+    assert held(lab, second, N2)
+    return second, session_of(second)
+
+
+def test_a_client_that_comes_back_has_seen_its_grant() -> None:
+    lab = pair()
+    lease, session = unconfirmed(lab)
+    lab[N2].disconnect(session)
+    lab.pass_time(1.0)
+    lab[N2].reconnect(session)
+    lab.pass_time(LIMITS.ack_s + 1.0)
+    assert held(lab, lease, N2)
+
+
+def test_while_a_client_is_away_nobody_waits_for_it_to_confirm() -> None:
+    lab = pair(dataclasses.replace(LIMITS, grace_s=3 * LIMITS.ack_s))
+    lease, session = unconfirmed(lab)
+    lab[N2].disconnect(session)
+    lab.pass_time(LIMITS.ack_s + 1.0)
+    assert lease in lab[N2].machine.fronting.leases
+    lab.pass_time(2 * LIMITS.ack_s)
+    assert lease not in lab[N2].machine.fronting.leases
+
+
+def test_who_is_kept_still_need_not_confirm() -> None:
+    lab = pair()
+    lease, session = unconfirmed(lab)
+    rank = lab[N2].context(job("b"), device(N2, G), pid=lab[N2].process_of(session).pid)
+    lab[N2].look()
+    lab.run()
+    (tenancy,) = lab[N2].machine.tenancies.tenancies_of(job("b"))
+    tenancy.participant.ranks[rank].state = PARKED
+    lab.pass_time(LIMITS.ack_s + 1.0)
+    assert held(lab, lease, N2)
+    tenancy.participant.ranks[rank].state = RUNNING
+    lab.pass_time(LIMITS.ack_s + 1.0)
+    assert not held(lab, lease, N2)
 
 
 def test_a_rank_gets_its_last_turn_of_the_arbiter_elsewhere() -> None:
