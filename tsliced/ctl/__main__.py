@@ -15,6 +15,7 @@ from tsliced.ctl import (
     doctor,
     events,
     lease,
+    observe,
     operate,
     report,
     rescue,
@@ -35,7 +36,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
 _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
     *(status, top, show, lease, run, attach, events, report, trace),
-    *(operate, doctor, rescue, cluster),
+    *(operate, doctor, observe, rescue, cluster),
 )
 
 
