@@ -31,7 +31,7 @@ test: $(VENV)/.stamp-test softcuda ## All tests that need no GPU; PYTEST_ARGS=..
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(VENV)/.stamp-test ## The tests that need a CUDA device and driver 570 or later
+test-gpu: $(VENV)/.stamp-test softcuda ## The tests that need a CUDA device and driver 570 or later, and what they find
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 .PHONY: chaos
@@ -67,6 +67,10 @@ bench: $(VENV)/.stamp-test softcuda ## Measure the figures that README.md gives
 .PHONY: bench-hosts
 bench-hosts: $(VENV)/.stamp-test softcuda ## Measure what a switch costs over up to 2,048 hosts
 	$(BIN)/python -m bench.hosts
+
+.PHONY: bench-backends
+bench-backends: $(VENV)/.stamp-test softcuda ## Measure how fast each backend moves state, beside a plain copy
+	$(BIN)/python -m bench.backends
 
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-fuzz ## Feed the daemon FRAMES=1000000 frames that nobody meant, or DURATION=seconds of them; SEED=n

@@ -53,12 +53,17 @@ class Driver:
             self._library.cuGetErrorName(code, ctypes.byref(text))
             raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
+    @property
+    def is_software(self) -> bool:
+        """Whether this is softcuda."""
+        return hasattr(self._library, "softcudaLaunch")
+
     def keep_busy(self, seconds: float) -> bool:
         """Lets softcuda's device compute for a time; returns False on a real driver.
 
         A real device does real work instead; in software that would only heat the processors.
         """
-        if not hasattr(self._library, "softcudaLaunch"):
+        if not self.is_software:
             return False
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:

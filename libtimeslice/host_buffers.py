@@ -24,8 +24,8 @@ class HostBuffers:
         self._pinned = pinned
         #: Where each piece begins in the range, bytes.
         self._starts: list[int] = []
-        #: One-dimensional tensors of bytes.
-        self._pieces: list[Any] = []
+        #: One-dimensional tensors of bytes, with how many these are.
+        self._pieces: list[tuple[Any, int]] = []
         self.bytes = 0
 
     def grow_to(self, size: int) -> None:
@@ -44,14 +44,15 @@ class HostBuffers:
                     code="no_host_memory",
                 ) from error
             self._starts.append(self.bytes)
-            self._pieces.append(piece)
+            self._pieces.append((piece, length))
             self.bytes += length
 
     def parts(self, offset: int, length: int) -> Iterator[tuple[Any, int, int]]:
         """Yields what makes up a part of the range: a tensor of bytes, from where, and how many."""
         number = bisect_right(self._starts, offset) - 1
         while length:
-            piece, start = self._pieces[number], offset - self._starts[number]
-            many = min(length, len(piece) - start)
+            start = offset - self._starts[number]
+            piece, size = self._pieces[number]
+            many = min(length, size - start)
             yield piece, start, many
             offset, length, number = offset + many, length - many, number + 1

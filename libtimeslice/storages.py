@@ -7,7 +7,7 @@ names is walked through down to its storages, each time anew: optimizers make th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -135,12 +135,15 @@ class Walk:
         self._found.append(Storage(name, memory, size, memory.device))
 
 
-def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, with how it is reached; None if it is none."""
+def _parts(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """What a container holds, with how it is reached; None if it is none.
+
+    One by one: ten thousand at a time would have the garbage collector look through the process.
+    """
     if isinstance(value, Mapping):
-        return [(f"[{key!r}]", inner) for key, inner in value.items()]
+        return ((f"[{key!r}]", inner) for key, inner in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{number}]", inner) for number, inner in enumerate(value)]
+        return ((f"[{number}]", inner) for number, inner in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+        return ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
     return None

@@ -131,6 +131,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Runs that are to be compared have to be repeatable at all.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if ranks > 1:
         distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     ts = connect()

@@ -242,6 +242,11 @@ class Host:
             "TSLICE_SOCKET": str(self.socket),
             **environment,
         }
+        #: Where the daemon finds the driver and NVML; empty: where they are installed.
+        self.libraries = {
+            "nvml_library": str(softcuda / "libnvidia-ml.so.1"),
+            "cuda_library": str(softcuda / "libcuda.so.1"),
+        }
         self.daemon: subprocess.Popen[bytes] | None = None
         self._ranks: list[Rank] = []
         self._others: list[subprocess.Popen[str]] = []
@@ -342,8 +347,7 @@ class Host:
                 "socket": str(self.socket),
                 "state_dir": str(self.directory / "state"),
                 "host": "n1",
-                "nvml_library": str(self._softcuda / "libnvidia-ml.so.1"),
-                "cuda_library": str(self._softcuda / "libcuda.so.1"),
+                **self.libraries,
                 "log_level": "debug",
             }
         }

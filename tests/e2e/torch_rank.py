@@ -1,22 +1,24 @@
-"""A rank with a real torch on the CPU, which takes commands as ``rank.py`` does, and these besides.
+"""A rank with a real torch, which takes commands as ``rank.py`` does, and these besides.
 
-Its loop trains in steps that the daemon can pause; each step uses all that was managed, and fails
-if it is away.
+Its tensors are on the CPU, or where RANK_DEVICE says. Its loop trains in steps that the daemon can
+pause; each step uses all that was managed, and fails if it is away.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import threading
 import time
 
 import rank
 import torch
 
-from libtimeslice.storages import Walk
+from libtimeslice.storages import Storage, Walk
 
 torch.set_num_threads(1)
+DEVICE = os.environ.get("RANK_DEVICE", "cpu")
 
 
 class Trainer:
@@ -26,8 +28,9 @@ class Trainer:
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 8))
         self.model.append(torch.nn.Linear(8, width, bias=False))
+        self.model.to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.given = torch.ones(4, width)
+        self.given = torch.ones(4, width, device=DEVICE)
         self.steps = 0
         self.enough: int | None = None
         self.failed: BaseException | None = None
@@ -53,13 +56,17 @@ class Trainer:
     def digest(self) -> str:
         """Returns the SHA-256 of all its storages."""
         total = hashlib.sha256()
-        for storage in Walk("cpu").visit("it", [self.model, self.optimizer]):
-            total.update(ctypes.string_at(storage.memory.data_ptr(), storage.bytes))
+        for storage in self._storages():
+            on_host = storage.memory.cpu()
+            total.update(ctypes.string_at(on_host.data_ptr(), storage.bytes))
         return total.hexdigest()
 
     def resident(self) -> int:
         """Returns how many bytes of it have memory."""
-        return sum(each.bytes for each in Walk("cpu").visit("it", [self.model, self.optimizer]))
+        return sum(each.bytes for each in self._storages())
+
+    def _storages(self) -> list[Storage]:
+        return Walk(DEVICE).visit("it", [self.model, self.optimizer])
 
 
 trainers: list[Trainer] = []
@@ -72,7 +79,7 @@ def load(width: int, seed: int, managed: bool = True) -> int:
     trainers.append(made)
     made.train()
     if managed:
-        rank.client().torch.manage(made.model, made.optimizer, device="cpu")
+        rank.client().torch.manage(made.model, made.optimizer, device=DEVICE)
     return made.resident()
 
 

@@ -6,9 +6,8 @@ processes. A scenario that hangs is killed with its target, so that the next one
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +16,6 @@ import pytest
 
 SCENARIOS = Path(__file__).resolve().parent.parent / "cuda_ckpt" / "cuda_scenarios.py"
 LIMIT_S = 90.0
-PROBE = """
-from cuda_ckpt import Driver
-driver = Driver()
-print(driver.device_count(), driver.version)
-"""
 
 
 def _load(name: str) -> ModuleType:
@@ -34,24 +28,12 @@ def _load(name: str) -> ModuleType:
 CONTRACT = list(_load("cuda_scenarios").CONTRACT)
 
 
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """The environment as it is, if there is a device behind it; a skip with the reason if not."""
-    if importlib.util.find_spec("cuda_ckpt") is None:
-        pytest.skip("needs cuda_ckpt")
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("SOFTCUDA_")}
-    probe = subprocess.run(
-        [sys.executable, "-c", PROBE], env=plain, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if probe.returncode != 0:
-        pytest.skip(f"needs a CUDA device: {probe.stderr.strip().splitlines()[-1]}")
-    return plain
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("hardware", ["nvidia"], indirect=True)
 @pytest.mark.parametrize("name", CONTRACT)
-def test_on_the_real_driver(name: str, environment: dict[str, str]) -> None:
+def test_on_the_real_driver(name: str, hardware: str) -> None:
     lab = _load("cuda_lab")
+    environment = {key: val for key, val in os.environ.items() if not key.startswith("SOFTCUDA_")}
     skipped: int = _load("cuda_scenarios").SKIPPED
     ended = lab.run_limited([sys.executable, str(SCENARIOS), name], environment, LIMIT_S)
     if ended.returncode == skipped:

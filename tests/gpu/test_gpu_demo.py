@@ -1,7 +1,7 @@
-"""The whole product on a real driver: daemon, clients, workers and two jobs that cannot both fit.
+"""Programs that users start, on a real driver: two jobs of the demo, two training runs of torch.
 
-`make demo` is the scenario, because it already compares every rank's device state with the same job
-run alone and fails on any difference. It runs in a process group of its own with a time limit.
+Both compare what they find with the same job run alone, and fail on any difference. Each runs in a
+process group of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -10,37 +10,25 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from findings import REPORTS
+from harness import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 420.0
 
-
-def nvidia_is_missing() -> str | None:
-    """Returns why the real hardware cannot be used, or None."""
-    probe = subprocess.run(
-        [sys.executable, "-c", "import cuda_ckpt; print(cuda_ckpt.Driver().device_count())"],
-        env={k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    if probe.returncode:
-        return probe.stderr.strip().splitlines()[-1]
-    return None if probe.stdout.strip() != "0" else "the driver has no devices"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(LIMIT_S + 60),
+    pytest.mark.usefixtures("hardware"),
+    pytest.mark.parametrize("hardware", ["nvidia"], indirect=True),
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_two_jobs_share_a_real_device_and_their_state_stays_the_same_to_the_bit() -> None:
-    if (reason := nvidia_is_missing()) is not None:
-        pytest.skip(f"needs a CUDA device: {reason}")
-    command = [sys.executable, "-m", "demo", "--hardware", "nvidia", "--iterations", "2"]
-    demo = subprocess.Popen(
-        command,
+def run(*command: str) -> str:
+    """Runs a program to its end, and returns what it printed."""
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", *command],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -48,10 +36,21 @@ def test_two_jobs_share_a_real_device_and_their_state_stays_the_same_to_the_bit(
         start_new_session=True,
     )
     try:
-        output, _ = demo.communicate(timeout=LIMIT_S)
+        output, _ = program.communicate(timeout=LIMIT_S)
     finally:
-        if demo.poll() is None:
-            os.killpg(demo.pid, signal.SIGKILL)
-            demo.communicate()
-    assert demo.returncode == 0, output
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
+    assert program.returncode == 0, output
+    REPORTS.append((" ".join(command), output))
+    return output
+
+
+def test_two_jobs_share_a_real_device_and_their_state_stays_the_same_to_the_bit() -> None:
+    output = run("demo", "--hardware", "nvidia", "--iterations", "2")
     assert "bit-identical to the run alone: yes" in output, output
+
+
+@pytest.mark.parametrize("lora", ["0", "4"])
+def test_two_training_runs_share_a_real_device_and_come_to_the_same_to_the_bit(lora: str) -> None:
+    run("examples.grpo", "--hardware", "nvidia", "--lora", lora)
