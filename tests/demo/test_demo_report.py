@@ -36,15 +36,15 @@ HISTORY = [
     event("granted", 100.0, JOB_A, lease="a1", token=1, waited_s=0.0, switch_s=0.0),
     event("released", 103.0, JOB_A, lease="a0"),
     event("released", 104.0, JOB_A, lease="a1"),
-    event("operation", 105.0, JOB_A, rank="n1:1", verb="snapshot", seconds=0.9, bytes=300),
-    event("evicted", 105.0, JOB_A, seconds=1.0, snapshot_s=0.9),
-    event("operation", 106.0, JOB_B, rank="n1:2", verb="restore", seconds=0.7, bytes=200),
-    event("operation", 106.0, JOB_B, rank="n1:3", verb="restore", seconds=0.5, bytes=100),
+    event("operation", 105.0, JOB_A, rank="n1:1", verb="snapshot", seconds=0.9, bytes=300, epoch=1),
+    event("evicted", 105.0, JOB_A, seconds=1.0, snapshot_s=0.9, epoch=1),
+    event("operation", 106.0, JOB_B, rank="n1:2", verb="restore", seconds=0.7, bytes=200, epoch=2),
+    event("operation", 106.0, JOB_B, rank="n1:3", verb="restore", seconds=0.5, bytes=100, epoch=2),
     event(
         "operation", 106.0, JOB_B, rank="n1:4", verb="restore", seconds=0.9, bytes=100,
         reason="no room",
     ),
-    event("admitted", 106.0, JOB_B, seconds=1.0, restore_s=0.7),
+    event("admitted", 106.0, JOB_B, seconds=1.0, restore_s=0.7, epoch=2),
     event("granted", 106.0, JOB_B, lease="b0", token=2, waited_s=2.0, switch_s=2.0),
     event("released", 109.0, JOB_B, lease="b0"),
 ]  # fmt: skip
@@ -80,7 +80,12 @@ def test_operations_count_what_succeeded_and_add_up_bytes() -> None:
 
 
 def test_an_eviction_that_moves_nothing_is_no_switch() -> None:
-    assert count_switches([*HISTORY, event("evicted", 110.0, JOB_B, seconds=0.1)]) == 1
+    assert (
+        count_switches(
+            [*HISTORY, event("evicted", 110.0, JOB_B, seconds=0.1, snapshot_s=0.1, epoch=3)]
+        )
+        == 1
+    )
     assert count_switches([]) == 0
 
 

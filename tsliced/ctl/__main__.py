@@ -11,6 +11,7 @@ from libtimeslice import __version__
 from libtimeslice.errors import TimeSliceError
 from tsliced.ctl import (
     attach,
+    bench_switch,
     cluster,
     doctor,
     events,
@@ -37,6 +38,7 @@ _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
     *(status, top, show, lease, run, attach, events, report, trace),
     *(operate, doctor, observe, rescue, cluster),
+    *(operate, bench_switch, doctor, rescue, cluster),
 )
 
 

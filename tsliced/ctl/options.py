@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Number = TypeVar("Number", int, float)
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(B|KiB|MiB|GiB|TiB)?")
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class Commands:
@@ -122,6 +126,14 @@ def limit_of(most: int) -> Callable[[str], int]:
         return _number(given, int, 1, most, "a whole number")
 
     return limit
+
+
+def size_of(given: str) -> int:
+    """A number of bytes, as ``20GiB``, ``512MiB`` or ``1000000``."""
+    match = _SIZE.fullmatch(given)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{given!r} is no size: write 20GiB, 512MiB or bytes")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
 def name(given: str) -> str:

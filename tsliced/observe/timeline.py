@@ -18,6 +18,8 @@ from tsliced.observe.accounts import Event
 _COMMON = frozenset({"seq", "at", "kind", "level", "job"})
 #: Steps of a move as the history has them, in their order.
 STEPS = ("freeze", "snapshot", "restore", "thaw")
+#: Those of them that copy.
+COPIES = ("snapshot", "restore")
 
 Kind = TypeVar("Kind", bound="Interval")
 
@@ -68,6 +70,8 @@ class Operation(Interval):
     verb: str
     bytes: int
     reason: str | None
+    #: All of one move have the same.
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +82,9 @@ class Move(Interval):
     kind: str
     #: Seconds by step.
     steps: Mapping[str, float]
-
-    @property
-    def moved(self) -> bool:
-        """Whether state was copied, and not only looked for."""
-        return self.steps.get("snapshot", 0.0) > 0 or self.steps.get("restore", 0.0) > 0
+    epoch: int = 0
+    #: Whether state was copied, and not only looked for.
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,11 @@ class _Reader:
         line.holds = _within(line.holds, begin, end)
         line.waits = _within(line.waits, begin, end)
         line.operations = _within(line.operations, begin, end)
-        line.moves = _within(line.moves, begin, end)
+        copied = {(o.job, o.epoch) for o in line.operations if o.verb in COPIES}
+        line.moves = [
+            replace(move, moved=(move.job, move.epoch) in copied)
+            for move in _within(line.moves, begin, end)
+        ]
         line.phases = _within(line.phases, begin, end)
         return line
 
@@ -317,6 +323,7 @@ class _Reader:
                 end=at,
                 bytes=int(_number(event, "bytes")),
                 reason=str(reason) if reason is not None else None,
+                epoch=int(_number(event, "epoch")),
             )
         )
 
@@ -330,6 +337,7 @@ class _Reader:
                 begin=at - _number(event, "seconds"),
                 end=at,
                 steps={step: seconds for step, seconds in steps.items() if seconds},
+                epoch=int(_number(event, "epoch")),
             )
         )
 

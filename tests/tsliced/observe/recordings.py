@@ -52,6 +52,7 @@ class Recording:
     written: list[tuple[float, int, str, dict[str, Fact]]] = field(default_factory=list)
     _order: count[int] = field(default_factory=count)
     _tokens: count[int] = field(default_factory=lambda: count(1))
+    _epochs: count[int] = field(default_factory=lambda: count(1))
 
     def note(self, at: float, kind: str, /, **facts: Fact) -> None:
         self.written.append((at, next(self._order), kind, facts))
@@ -142,7 +143,7 @@ class Recording:
         return end
 
     def _move(self, job: _Job, at: float, kind: str, rng: random.Random) -> float:
-        shape, began_at = job.shape, at
+        shape, began_at, epoch = job.shape, at, next(self._epochs)
         copy = "snapshot" if kind == "evicted" else "restore"
         copy_s = shape.snapshot_s if kind == "evicted" else shape.restore_s
         steps = {copy: copy_s * rng.uniform(0.9, 1.2)}
@@ -157,6 +158,7 @@ class Recording:
                     job=job.name,
                     groups=self.group,
                     rank=f"n1:{job.pids[rank]}",
+                    epoch=epoch,
                     verb=verb,
                     state="parked",
                     seconds=steps[verb],
@@ -166,7 +168,7 @@ class Recording:
                 )
         names = {f"{verb}_s": seconds for verb, seconds in steps.items()}
         self.note(
-            at, kind, job=job.name, groups=self.group, epoch=1, seconds=at - began_at, **names
+            at, kind, job=job.name, groups=self.group, epoch=epoch, seconds=at - began_at, **names
         )
         return at
 

@@ -68,7 +68,7 @@ def test_leases_that_were_told_together_are_one_hold() -> None:
 
 
 def test_moves_and_their_operations_end_when_they_were_told() -> None:
-    common: dict[str, Fact] = {"job": A, "groups": "g1"}
+    common: dict[str, Fact] = {"job": A, "groups": "g1", "epoch": 7}
     line = timeline.read(
         [
             event(11.0, "operation", **common, rank="n1:7", verb="freeze", seconds=1.0, bytes=0),
@@ -80,14 +80,18 @@ def test_moves_and_their_operations_end_when_they_were_told() -> None:
     )
     assert line.operations[1] == Operation(
         job=A, groups=("g1",), rank="n1:7", verb="snapshot", begin=11.0, end=15.0, bytes=9,
-        reason=None,
+        reason=None, epoch=7,
     )  # fmt: skip
     assert len(line.operations) == 2
     steps = {"freeze": 1.0, "snapshot": 4.2}
     assert line.moves == [
-        Move(job=A, groups=("g1",), kind="evicted", begin=9.5, end=15.5, steps=steps)
-    ]
-    assert line.moves[0].moved
+        Move(
+            job=A, groups=("g1",), kind="evicted", begin=9.5, end=15.5, steps=steps, epoch=7,
+            moved=True,
+        )
+    ]  # fmt: skip
+    empty = event(16.0, "evicted", **{**common, "epoch": 8}, seconds=0.1, snapshot_s=0.1)
+    assert not timeline.read([empty]).moves[0].moved
 
 
 def test_phases_have_their_beginnings_unless_they_were_put_together() -> None:

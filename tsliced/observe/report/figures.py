@@ -445,18 +445,13 @@ def switch_of(line: Timeline) -> Switch | None:
     on = [move for move in line.moves if move.kind == "admitted" and move.moved]
     if not off:
         return None
-    saved: defaultdict[tuple[str, float], int] = defaultdict(int)
-    for move in off:
-        saved[move.job, move.end] = sum(
-            operation.bytes
-            for operation in line.operations
-            if operation.verb == "snapshot"
-            and operation.job == move.job
-            and move.begin - 1e-3 <= operation.begin
-            and operation.end <= move.end + 1e-3
-        )
+    saved: defaultdict[tuple[str, int], int] = defaultdict(int)
+    for operation in line.operations:
+        if operation.verb == "snapshot":
+            saved[operation.job, operation.epoch] += operation.bytes
+    bytes_ = [saved[move.job, move.epoch] for move in off]
     return Switch(
-        off_s=_median_s(off), on_s=_median_s(on), bytes=int(median(saved.values())), count=len(off)
+        off_s=_median_s(off), on_s=_median_s(on), bytes=int(median(bytes_)), count=len(off)
     )
 
 

@@ -1,0 +1,76 @@
+"""What a full switch costs, measured on softcuda at a known pace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import LIMIT_S, MIB, Host, MakeHost, own
+
+CTL = [sys.executable, "-m", "tsliced.ctl"]
+
+
+def bench(host: Host, *arguments: str) -> subprocess.CompletedProcess[str]:
+    library = str(host.variables()["LD_LIBRARY_PATH"]) + "/libcuda.so.1"
+    return subprocess.run(
+        [*CTL, "bench-switch", "--times", "2", "--library", library, *arguments],
+        env=host.variables(),
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT_S,
+    )
+
+
+def measured(host: Host, *arguments: str) -> dict[str, Any]:
+    done = bench(host, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_process_of_a_given_size_is_switched_and_comes_back_whole(make_host: MakeHost) -> None:
+    # 24 MiB take 0.84 s at this pace.
+    host = make_host(SOFTCUDA_THROTTLE_MBPS="30")
+    found = measured(host, "--size", "24MiB", "--group", "g1")
+    assert found["switches"] == 2
+    assert 24 * MIB <= found["bytes"] < 30 * MIB
+    for step in ("snapshot", "restore"):
+        assert found["steps"][step]["bytes_per_s"] == pytest.approx(30e6, rel=0.3)
+    for step in ("freeze", "thaw"):
+        assert found["steps"][step]["bytes"] == 0
+    assert found["switch_s"] == found["off_s"] + found["on_s"]
+    assert found["off_s"] >= found["steps"]["snapshot"]["seconds"]
+    share = found["switch_s"] / (found["switch_s"] + found["shortest_phase_s"])
+    assert share == pytest.approx(0.1)
+    assert found["copy_limit"]["to_host"] > 30e6
+    (told,) = host.events("progress")
+    assert told["switch_s"] == pytest.approx(found["switch_s"])
+    assert host.group()["resident"] == [], "it leaves nothing on the devices"
+
+
+def test_a_running_job_is_switched_and_goes_on(host: Host) -> None:
+    rank = host.trainer("a", mib=24, seed=3)
+    digest = rank.do("digest")
+    done = bench(host, "--job", "a")
+    assert done.returncode == 0, done.stderr
+    assert "snapshot" in done.stdout
+    assert "A full switch of 2" in done.stdout
+    assert "so that no more than a tenth goes into switches" in done.stdout
+    assert rank.do("digest") == digest
+    assert len(host.operations("restore")) == 2
+    assert {event["job"] for event in host.operations()} == {own("a")}
+
+
+def test_it_says_what_is_missing(host: Host) -> None:
+    for arguments, code, words in (
+        (["--job", "nobody"], 3, "no job 'nobody' has processes"),
+        (["--size", "8MiB"], 2, "say which group with --group: g1, g2"),
+        (["--size", "8MB", "--group", "g1"], 2, "is no size"),
+        (["--size", "900GiB", "--group", "g1"], 1, "no device memory"),
+        ([], 2, "required"),
+    ):
+        done = bench(host, *arguments)
+        assert (done.returncode, words in done.stderr) == (code, True), done.stderr
