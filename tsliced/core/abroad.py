@@ -390,9 +390,13 @@ class Abroad(Homes):
         key, mine = self._part_without(others, order.tenancy)
         if others and not mine:
             return None
+        # Else those who come up here would be moved by a host that moves nobody any more.
+        empty = [tenancy for tenancy in mine if self._yields(tenancy, lead)]
+        quiesced = self._displace(empty, set(key.groups), out)
         tenancy = self.all.get(key)
         if tenancy is None:
-            tenancy = self._regroup(key, mine, lead, out)
+            tenancy = self._regroup(key, [t for t in mine if t not in empty], lead, out)
+        tenancy.participant.quiesced |= quiesced
         tenancy.part_of = order.tenancy if others else None
         if tenancy.lead != lead:
             tenancy.lead = tenancy.coordinator.lead = lead
@@ -406,7 +410,17 @@ class Abroad(Homes):
             for tenancy in self._touched(order.tenancy)
             if order.stamp < tenancy.coordinator.stamp
             or not self._obeys(tenancy, lead, order.tenancy.groups)
+            if not self._yields(tenancy, lead)
         ]
+
+    def _yields(self, tenancy: Tenancy, lead: HostName) -> bool:
+        """Whether another host may move a tenancy, as there is nothing of it here to be moved."""
+        if tenancy.lead in (lead, self.host) or self._is_left(tenancy):
+            return False
+        participant = tenancy.participant
+        return not participant.busy and (
+            participant.order is None or participant.answer is not None
+        )
 
     def refuse(self, order: Order, lead: HostName) -> Report:
         """Return the answer to an order of a host that moves nothing of a tenancy here.

@@ -92,7 +92,9 @@ class Homes:
         process stands in the way.
         """
         wanted = set(groups)
-        quiesced = self._displace(job, wanted, out)
+        theirs = [tenancy for tenancy in self.tenancies_of(job) if not tenancy.led_here]
+        touched = (t for t in theirs if not wanted.isdisjoint(t.key.groups))
+        quiesced = self._displace([t for t in touched if not self._is_left(t)], wanted, out)
         own = [tenancy for tenancy in self.tenancies_of(job) if tenancy.led_here]
         concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
         for tenancy in concerned:
@@ -119,15 +121,15 @@ class Homes:
             return self._unite(covering, out)
         return self._join(covering, out) if len(covering) > 1 else covering
 
-    def _displace(self, job: JobKey, wanted: set[GroupName], out: list[Effect]) -> bool:
-        """Forget what other hosts move of a job on some groups, of which there is nothing here.
+    def _displace(
+        self, empty: Iterable[Tenancy], wanted: set[GroupName], out: list[Effect]
+    ) -> bool:
+        """Forget what other hosts move on some groups, and of which there is nothing here.
 
         Returns whether sessions of the job wait to be told to resume.
         """
         quiesced = False
-        for tenancy in self.tenancies_of(job):
-            if tenancy.led_here or self._is_left(tenancy) or wanted.isdisjoint(tenancy.key.groups):
-                continue
+        for tenancy in empty:
             participant = tenancy.participant
             quiesced |= participant.quiesced
             if participant.order is not None and participant.answer is None:

@@ -50,6 +50,7 @@ from tsliced.core.model import (
     ProcessId,
     RankState,
     RoundId,
+    SessionId,
     Stamp,
     TenancyKey,
 )
@@ -70,6 +71,12 @@ def leads(lab: Lab, host: HostName, name: str = "a") -> dict[tuple[GroupName, ..
 
 def key(*groups: GroupName, name: str = "a") -> TenancyKey:
     return TenancyKey(job(name), groups)
+
+
+def resumed(lab: Lab, host: HostName, session: SessionId) -> bool:
+    """Return whether a session was told to resume since it was told to quiesce."""
+    told = [run for run in lab[host].ended(RunHooks) if session in run.sessions]
+    return bool(told) and not told[-1].quiesce
 
 
 # --- with consent ---------------------------------------------------------------------------------
@@ -477,6 +484,26 @@ def test_a_part_of_what_others_go_on_moving_is_taken_without_the_rest() -> None:
     assert leads(lab, N2) == {(A,): N1}
     assert held(lab, other, N1)
     assert states(lab, [rank]) == [PARKED]
+
+
+def test_where_nothing_is_left_of_a_job_it_obeys_whoever_it_is_leased_by_next() -> None:
+    lab = Lab({C: (N3,), A: (N1,), B: (N2,)})
+    lease = ask(lab, "a", N1, A, B)
+    hooks = lab[N2].session(job("a"), hooks=True)
+    ranks = [(N1, come_up(lab, "a", A)), (N2, come_up(lab, "a", B))]
+    give_back(lab, lease, N1)
+    ask(lab, "b", N1, A)
+    for host, rank in ranks:
+        lab[host].die(rank)
+        lab.run()
+    assert (leads(lab, N1), leads(lab, N2)) == ({}, {(A, B): N1})
+    assert not resumed(lab, N2, hooks)
+    both = again(lab, lease, N1, C, B)
+    assert held(lab, both, N1)
+    assert resumed(lab, N2, hooks)
+    come_up(lab, "a", B)
+    assert leads(lab, N2) == {(C, B): N3}
+    assert_at_rest(lab)
 
 
 def test_who_has_yet_to_hear_of_what_it_moves_is_asked_again_after_a_pause() -> None:
