@@ -39,8 +39,9 @@ chaos: $(VENV)/.stamp-test softcuda ## 40 clients in a storm of faults; DURATION
 	PYTHONPATH=tests/e2e:. $(BIN)/python tests/chaos/chaos_run.py --duration $(or $(DURATION),60) $(SEED:%=--seed %)
 
 .PHONY: sim
-sim: $(VENV)/.stamp-test ## SEEDS=2000 lives of simulated clusters in which anything goes wrong; SEED=n tells one
-	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/simulate.py --seeds $(or $(SEEDS),2000) $(SEED:%=--seed %)
+sim: $(VENV)/.stamp-test ## SEEDS=2000 lives of simulated clusters in which anything goes wrong; SEED=n tells one; JOBS=cores
+	PYTHONPATH=tests/tsliced/core:. $(BIN)/python tests/sim/simulate.py --seeds $(or $(SEEDS),2000) \
+		$(SEED:%=--seed %) $(JOBS:%=--jobs %)
 
 .PHONY: sim-mutations
 sim-mutations: $(VENV)/.stamp-test ## Break ten rules of the core on purpose; the simulation must miss each of them

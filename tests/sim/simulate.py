@@ -128,12 +128,12 @@ def main() -> int:
     arguments.add_argument("--seeds", type=int, default=2000, help="how many lives")
     arguments.add_argument("--first", type=int, default=0, help="seed of the first one")
     arguments.add_argument("--seed", type=int, help="live this one, and tell it")
-    arguments.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     options = arguments.parse_args()
     if options.seed is not None:
         print(tell(options.seed))
         return live(options.seed).failure is not None
-    return run(range(options.first, options.first + options.seeds), options.workers)
+    return run(range(options.first, options.first + options.seeds), options.jobs)
 
 
 def with_fixed_hashes() -> None:
