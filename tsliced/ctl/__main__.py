@@ -37,8 +37,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
 _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
     *(status, top, show, lease, run, attach, events, report, trace),
-    *(operate, doctor, observe, rescue, cluster),
-    *(operate, bench_switch, doctor, rescue, cluster),
+    *(operate, bench_switch, doctor, observe, rescue, cluster),
 )
 
 
