@@ -30,6 +30,10 @@ grpo: $(VENV)/.stamp-test softcuda ## Two training runs of real torch, alone and
 test: $(VENV)/.stamp-test softcuda ## All tests that need no GPU; PYTEST_ARGS=... narrows them down
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
+.PHONY: test-slurm
+test-slurm: $(VENV)/.stamp-test softcuda ## Jobs of two users on a real Slurm; needs root and Debian's packages of it
+	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+
 .PHONY: test-gpu
 test-gpu: $(VENV)/.stamp-test softcuda ## The tests that need a CUDA device and driver 570 or later, and what they find
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
@@ -113,7 +117,7 @@ bundle: | $(VENV)/bin/python
 	rm -rf build/lib build/bdist.* $(BUNDLE)
 	mkdir -p $(BUNDLE)/systemd
 	SOURCE_DATE_EPOCH=315532800 $(PIP) wheel --wheel-dir $(BUNDLE)/wheels '.[daemon]'
-	cp systemd/tsliced.* systemd/*.conf $(BUNDLE)/systemd
+	cp -r systemd/tsliced.* systemd/*.conf systemd/slurm $(BUNDLE)/systemd
 	cp systemd/install.sh LICENSE $(BUNDLE)
 
 # --- The virtual environments ---------------------------------------------------------------

@@ -25,6 +25,7 @@ MAX_FIELDS = 64
 #: Characters in a string that a job reports of itself; a history keeps thousands of them.
 MAX_FIELD_TEXT = 256
 MAX_RANKS = 1 << 20
+MAX_SLURM_DIGITS = 10
 MAX_EVENTS = 10_000
 #: Longest time-out that may be asked for, in seconds (about 31 years); use null for "no limit".
 MAX_TIMEOUT_S = 1e9

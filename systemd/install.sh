@@ -104,7 +104,7 @@ switch_to() {
     for each in "$root"/*/; do
         each=$(basename "$each")
         case $each in
-        current | previous | "$id" | "$(readlink "$root/previous" || true)") ;;
+        current | previous | slurm | "$id" | "$(readlink "$root/previous" || true)") ;;
         *) rm -rf "${root:?}/$each" ;;
         esac
     done
@@ -139,6 +139,9 @@ install -d "$destdir$prefix/bin" "$destdir$vendor"/{systemd/system,sysusers.d,tm
 for program in "${programs[@]}"; do
     ln -sfn "../lib/tsliced/current/bin/$program" "$destdir$prefix/bin/$program"
 done
+# Hooks and snippets for Slurm; docs/slurm.md says what to do with them.
+install -d "$destdir$lib/slurm"
+install -m 755 "$here"/systemd/slurm/* "$destdir$lib/slurm/"
 sed "s|@LIBDIR@|$lib|" "$here/systemd/tsliced.service" >"$destdir$vendor/systemd/system/tsliced.service"
 install -m 644 "$here/systemd/tsliced.socket" "$destdir$vendor/systemd/system/"
 install -m 644 "$here/systemd/sysusers.conf" "$destdir$vendor/sysusers.d/tsliced.conf"

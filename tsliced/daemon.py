@@ -32,10 +32,11 @@ from tsliced.config import (
 )
 from tsliced.core.events import Started
 from tsliced.core.machine import Machine, MachineConfig
-from tsliced.core.model import GroupConfig, HostName
+from tsliced.core.model import GroupConfig, HostName, ProcessId
 from tsliced.core.recovery import recover
 from tsliced.driver import Driver, Surroundings
 from tsliced.exporting import exporting, open_for_scrapes
+from tsliced.host.allocations import Allocations
 from tsliced.host.backends.base import Backend, BackendContext, cannot_measure, load_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
@@ -48,6 +49,7 @@ from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMa
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Fact, Log
+from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
@@ -92,6 +94,10 @@ class _Base:
     door: _Door | None
     #: For metrics.
     scrapes: socket.socket | None
+
+    def inventory(self) -> tuple[Device, ...]:
+        """Return all devices of this host."""
+        return self.devices.inventory() if self.devices is not None else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +285,7 @@ class Daemon:
         on_broken: Callable[[], None],
     ) -> tuple[Driver, Server, Reloader]:
         config, groups, journal = self.config, base.groups, base.journal
-        membership = Membership(config.daemon.cluster, limit=config.limits.server.max_processes)
+        allocations, membership = self._make_membership()
         machine = self._make_machine(groups, journal)
         around = Surroundings(
             journal=journal,
@@ -295,14 +301,16 @@ class Daemon:
         )
         around.moves.recall(around.history.since(None, config.history.max_events).events)
         stack.callback(around.history.flush)
-        linger_s = config.daemon.linger_us / 1e6
-        driver = Driver(machine, around, on_broken=on_broken, linger_s=linger_s)
+        driver = self._make_driver(machine, around, on_broken)
         stack.callback(driver.close)
-        all_devices = base.devices.inventory() if base.devices is not None else ()
-        inventory = visible_of(all_devices, config.daemon.visible_devices)
-        make_authority = partial(_authority, access=self._make_access(inventory))
+        inventory = visible_of(base.inventory(), config.daemon.visible_devices)
+        make_authority = partial(
+            _authority,
+            access=self._make_access(inventory),
+            account_of=partial(_account_of, membership, allocations),
+        )
         authority = make_authority(config, groups)
-        server = self._make_server(driver, authority, inventory, base)
+        server = self._make_server(driver, authority, inventory, base, allocations)
         driver.clients = server
         base.backend.meet(server)
         server.recall_sessions()
@@ -310,11 +318,9 @@ class Daemon:
         driver.post(Started())
         _warn_of(driver, base.devices)
         await self._serve(stack, server, base.sock)
-        device_count = sum(len(group.devices) for group in groups)
-        names = ", ".join(group.name for group in groups) or "none"
         facts: dict[str, Fact] = {
-            "groups": names,
-            "devices": device_count,
+            "groups": ", ".join(group.name for group in groups) or "none",
+            "devices": sum(len(group.devices) for group in groups),
             "adopted": adopted or None,
         }
         self.log.write("info", "started", facts)
@@ -381,6 +387,18 @@ class Daemon:
         recover(machine, journal.load(), now=time.monotonic())
         return machine
 
+    def _make_driver(
+        self, machine: Machine, around: Surroundings, on_broken: Callable[[], None]
+    ) -> Driver:
+        linger_s = self.config.daemon.linger_us / 1e6
+        return Driver(machine, around, on_broken=on_broken, linger_s=linger_s)
+
+    def _make_membership(self) -> tuple[Allocations, Membership]:
+        daemon, limit = self.config.daemon, self.config.limits.server.max_processes
+        allocations = Allocations(Path(daemon.state_dir))
+        leader_of = allocations.leader_of
+        return allocations, Membership(daemon.cluster, limit=limit, leader_of=leader_of)
+
     def _make_ledgers(self) -> Ledgers:
         memory = self.config.memory
         host = HostMemory()
@@ -402,6 +420,7 @@ class Daemon:
         authority: Authority,
         inventory: tuple[Device, ...],
         base: _Base,
+        allocations: Allocations,
     ) -> Server:
         config, around = self.config, driver.around
         shares = Shares(
@@ -416,7 +435,7 @@ class Daemon:
             reserved_bytes=around.ledgers.host.promised,
             moves=around.moves,
         )
-        details = Details(machine=driver.machine, status=status)
+        details = Details(machine=driver.machine, status=status, allocations=allocations)
         history = config.history
         limits = ToldLimits(
             max_events_per_s=history.max_job_events_per_s,
@@ -443,6 +462,7 @@ class Daemon:
             membership=around.membership,
             enrolment=Enrolment(driver, authority, around.membership, around.scanner),
             operations=Operations(driver, authority, details),
+            allotment=Allotment(driver, authority, allocations, details),
             status=status,
             shares=shares,
             vault=self.notifier,
@@ -502,8 +522,17 @@ class Daemon:
             await asyncio.sleep(limit_s / 3)
 
 
+def _account_of(membership: Membership, allocations: Allocations, process: ProcessId) -> str | None:
+    slurm = membership.slurm_job_of(process.pid)
+    return allocations.account_of(slurm.id) if slurm is not None else None
+
+
 def _authority(
-    config: Config, groups: tuple[GroupConfig, ...], *, access: DeviceAccess | None
+    config: Config,
+    groups: tuple[GroupConfig, ...],
+    *,
+    access: DeviceAccess | None,
+    account_of: Callable[[ProcessId], str | None],
 ) -> Authority:
     return Authority(
         groups,
@@ -511,6 +540,7 @@ def _authority(
         config.daemon.admin_group,
         access=access,
         own_only=config.authority.clients == "own",
+        account_of=account_of,
     )
 
 

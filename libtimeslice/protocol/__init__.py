@@ -55,6 +55,7 @@ from libtimeslice.protocol.requests import (
     Reply,
     Request,
     ShowQuery,
+    SlurmNotice,
     StatusQuery,
     WatchdogNotice,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "Reply",
     "Request",
     "ShowQuery",
+    "SlurmNotice",
     "StatusQuery",
     "WatchdogNotice",
     "check_version_untrusted",

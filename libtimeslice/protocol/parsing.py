@@ -18,6 +18,7 @@ from libtimeslice.fields import (
     MAX_PID,
     MAX_RANKS,
     MAX_SECRET,
+    MAX_SLURM_DIGITS,
     MAX_TIMEOUT_S,
     MAX_UID,
     MIN_HEARTBEAT_S,
@@ -62,6 +63,7 @@ from libtimeslice.protocol.requests import (
     Reply,
     Request,
     ShowQuery,
+    SlurmNotice,
     StatusQuery,
     WatchdogNotice,
 )
@@ -283,6 +285,23 @@ def _parse_host_death(message: Message) -> HostDeath:
     )
 
 
+def _parse_slurm_notice(message: Message) -> SlurmNotice:
+    verb, job = message.get("verb"), text_field(message, "job")
+    if verb not in ("began", "ended"):
+        refuse_field(message, "verb", "must be 'began' or 'ended'")
+    if not (job.isascii() and job.isdecimal() and len(job) <= MAX_SLURM_DIGITS):
+        refuse_field(message, "job", "must be the number of a Slurm job, as text")
+    return SlurmNotice(
+        id=id_field(message),
+        verb=verb,
+        job=job,
+        uid=int_field(message, "uid", 0, MAX_UID),
+        nodes=optional_text_field(message, "nodes"),
+        node=optional_text_field(message, "node"),
+        account=optional_text_field(message, "account"),
+    )
+
+
 def _parse_reply(message: Message) -> Reply:
     error = message.get("err")
     if error is not None and not isinstance(error, dict):
@@ -313,6 +332,7 @@ PARSERS: dict[object, Callable[[Message], Request]] = {
     "drain": _parse_drain_order,
     "undrain": _parse_drain_order,
     "host_dead": _parse_host_death,
+    "slurm_job": _parse_slurm_notice,
     "ping": lambda message: Ping(id=id_field(message)),
     "bye": lambda _message: Bye(),
     "ack": lambda message: Ack(lease=text_field(message, "lease")),

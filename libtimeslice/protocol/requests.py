@@ -220,6 +220,22 @@ class HostDeath:
 
 
 @_value
+class SlurmNotice:
+    """Tells of a Slurm job on the daemon's host: by the scheduler's hooks, as root."""
+
+    id: int
+    #: ``began``: before anything of it runs here; ``ended``: nothing of it should be left here.
+    verb: Literal["began", "ended"]
+    #: Slurm's number of it.
+    job: str
+    uid: int
+    #: All hosts of it as Slurm abbreviates them, and what this one is called among them.
+    nodes: str | None
+    node: str | None
+    account: str | None
+
+
+@_value
 class Ping:
     """Asks for an empty answer."""
 
@@ -267,6 +283,7 @@ Request = (
     | JobOrder
     | DrainOrder
     | HostDeath
+    | SlurmNotice
     | Ping
     | Bye
     | Ack

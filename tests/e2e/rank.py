@@ -353,11 +353,15 @@ def work_unasked(file: str) -> None:
 
 
 @command
-def save_at_sigterm() -> None:
+def save_at_sigterm(file: str | None = None) -> None:
     """Has a handler for SIGTERM use the device, as one does that saves, and then end."""
 
     def save(_number: int, _frame: object) -> None:
-        digest()
+        saved = digest()
+        if file is not None:
+            with open(f"{file}.new", "w") as target:
+                target.write(saved)
+            os.rename(f"{file}.new", file)
         os._exit(7)
 
     signal.signal(signal.SIGTERM, save)

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from choices import Choices
 from golden import Golden, all_frames, frame_of
@@ -34,7 +34,10 @@ from libtimeslice.protocol import MAX_FRAME, ErrorCode, FrameReader, Message
 from tsliced.config import ServerLimits
 from tsliced.core.events import SessionClosed
 from tsliced.core.model import CoreLimits, ProcessId
+from tsliced.host.allocations import Allocations
 from tsliced.host.memory import HostMemory
+from tsliced.host.slurm import SlurmError
+from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
@@ -376,6 +379,11 @@ def ranks() -> Iterator[list[ProcessId]]:
         yield [stack.enter_context(process_of(name)) for name in ("golden", "other")]
 
 
+def nobody_knows(id: str, *, limit_s: float) -> NoReturn:
+    """Stands in for a controller that is away; there is none to be asked a million times."""
+    raise SlurmError("there is no Slurm here")
+
+
 @asynccontextmanager
 async def server_target(directory: Path, of: list[ProcessId]) -> AsyncIterator[ServerTarget]:
     """Runs a server that starts with an empty journal in a directory that is there."""
@@ -403,6 +411,9 @@ async def server_target(directory: Path, of: list[ProcessId]) -> AsyncIterator[S
                 membership=around.membership,
                 enrolment=Enrolment(daemon.driver, authority, around.membership, around.scanner),
                 operations=Operations(daemon.driver, authority, details),
+                allotment=Allotment(
+                    daemon.driver, authority, Allocations(), details, ask=nobody_knows
+                ),
                 status=page,
                 shares=shares,
                 vault=Notifier({}),

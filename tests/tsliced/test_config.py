@@ -247,11 +247,6 @@ class TestProblems:
             f"{main}:2: limits.max_waitres: nobody knows this key; did you mean max_waiters?",
         )
 
-    def test_accounts_that_open_a_group_to_nobody_are_warned_of(self, main: Path) -> None:
-        config = load_text(main, "[groups.g]\ndevices = ['0']\naccounts = ['rl']\n")
-        (warning,) = config.warnings
-        assert warning.startswith(f"{main}:3: groups.g.accounts: accounts are not looked up")
-
     def test_unknown_keys_are_mistakes_if_strict(self, main: Path) -> None:
         (problem,) = problems_of(main, "[daemon]\nstrict = true\nzzz = 1\n")
         assert problem.key == "daemon.zzz"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -122,8 +122,7 @@ def _read(reader: Reader) -> Config:
     limits = _read_limits(reader, sections["memory"])
     backends = _read_backends(reader, sections["daemon"].backend)
     origins = {".".join(key): origin for key, origin in reader.origins.items()}
-    problems = [*reader.unknown, *_account_problems(reader, groups)]
-    warnings = tuple(map(str, problems))
+    warnings = tuple(map(str, reader.unknown))
     return Config(
         **sections,
         groups=groups,
@@ -146,15 +145,6 @@ def _read_backends(reader: Reader, chosen: str) -> BackendSettings:
     tables = {name: reader.table((*path, name)) for name in reader.table(path)}
     foreign = {name: table for name, table in tables.items() if name not in OWN_TABLES}
     return BackendSettings(**own, others=foreign)
-
-
-def _account_problems(reader: Reader, groups: Iterable[GroupSettings]) -> Iterator[Problem]:
-    """Yield a problem for each list of accounts, which opens a group to nobody."""
-    for group in groups:
-        if group.accounts:
-            path = ("groups", group.name, "accounts")
-            text = "accounts are not looked up by this version; list a Unix group as users"
-            yield Problem(reader.origin(path), ".".join(path), text)
 
 
 def _read_limits(reader: Reader, memory: MemorySettings) -> Limits:

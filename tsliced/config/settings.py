@@ -80,8 +80,7 @@ class GroupSettings:
     devices: tuple[str, ...] = ()
     #: Names, uids, and Unix groups as ``@name``; left out: everybody.
     users: tuple[str, ...] = ()
-    #: Slurm accounts. They are not looked up: a group that lists them is not for everybody, and
-    #: that is all.
+    #: Accounts of Slurm: whose job runs on one of them may lease the group, besides `users`.
     accounts: tuple[str, ...] = ()
     #: Longest hold while others wait; left out: ``limits.max_hold_s``.
     max_hold_s: float | None = None
@@ -131,6 +130,7 @@ class Limits:
 CORE_RULES: Final[Mapping[str, Rule]] = {
     "barrier_margin_s": Rule(least=0),
     "courtesy_turn_s": Rule(least=0),
+    "ending_turn_s": Rule(least=0),
     "stranger_turn_s": Rule(least=0),
     "end_grace_s": Rule(least=0),
     "on_rank_lost": Rule(choices=("wait", "kill")),

@@ -279,6 +279,18 @@ class KillRequested:
     #: Who it was, for the log.
     by: str
     grace_s: float
+    #: Those on other hosts too.
+    onward: bool = True
+
+
+@value
+class EndAsked:
+    """The processes of a job were asked to end, by whoever started them: a scheduler does so.
+
+    What they do until they end, such as to save, may use the devices without a lease.
+    """
+
+    job: JobKey
 
 
 @value
@@ -379,6 +391,7 @@ Event: TypeAlias = (
     | FaultCleared
     | RetryRequested
     | KillRequested
+    | EndAsked
     | DrainOrdered
     | Reconfigured
 )

@@ -52,6 +52,7 @@ from tsliced.core.events import (
     AcquireRequested,
     CancelRequested,
     DrainOrdered,
+    EndAsked,
     Event,
     FaultCleared,
     GrantConfirmed,
@@ -318,7 +319,7 @@ class Machine:
                 self._on_started(now)
             case RecordsFailed():
                 self._on_records_failed(event, now)
-            case FaultCleared() | RetryRequested() | KillRequested() | DrainOrdered():
+            case FaultCleared() | RetryRequested() | KillRequested() | EndAsked() | DrainOrdered():
                 self._on_operator(event, now)
             case Reconfigured():
                 reconfigure(self, event)
@@ -384,7 +385,7 @@ class Machine:
         tenancies, leasing = self.tenancies, self.leasing
         if tenancies.claims:
             self._settle_claims()
-        if leasing.turns or leasing.idle:
+        if leasing.turns or leasing.idle or leasing.told_to_end:
             leasing.check_turns(now)
         if tenancies.untold:
             # What others move may have left devices of groups that are arbitrated here.
@@ -547,7 +548,9 @@ class Machine:
         self.leasing.advance_all()
 
     def _on_operator(
-        self, event: FaultCleared | RetryRequested | KillRequested | DrainOrdered, now: float
+        self,
+        event: FaultCleared | RetryRequested | KillRequested | EndAsked | DrainOrdered,
+        now: float,
     ) -> None:
         leasing = self.leasing
         match event:
@@ -557,8 +560,11 @@ class Machine:
                 self._on_fault_cleared(job, now)
                 leasing.out += self.tenancies.hurry(job, now=now)
                 leasing.retry(job, now)
-            case KillRequested(job=job, by=by, grace_s=grace_s):
-                self.ending.end_job(job, text=f"{by} wants it", grace_s=grace_s, now=now)
+            case KillRequested(job=job, by=by, grace_s=grace_s, onward=onward):
+                text = f"{by} wants it"
+                self.ending.end_job(job, text=text, grace_s=grace_s, now=now, onward=onward)
+            case EndAsked(job=job):
+                leasing.on_end_asked(job, now)
             case DrainOrdered(group=group, drain=drain):
                 if group in leasing.arbiters:
                     leasing.drain(group, drain, now)

@@ -289,6 +289,8 @@ class CoreLimits:
     idle_park_s: float | None = 600.0
     #: Turn that it gets then, in case that it is blocked; 0: none.
     courtesy_turn_s: float = 0.0
+    #: The same for a job that was asked to end, at once.
+    ending_turn_s: float = 30.0
     #: Turn of a stranger that was taken off the devices; 0: none.
     stranger_turn_s: float = 60.0
     #: A job whose clients are all gone is ended after so long; None: never.

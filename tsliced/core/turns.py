@@ -10,6 +10,8 @@ Rules:
 * With `courtesy_turn_s` it then gets a turn: a round without members, which queues like any other
   behind all who came before it, is granted, and is over after that time. Its state stays where it
   is until somebody waits, as after any lease.
+* A job that was asked to end gets one of `ending_turn_s` as soon as it is parked: what it does to
+  end, such as to save, does not wait for `idle_park_s`.
 * A stranger gets such a turn, of `stranger_turn_s`, whenever it was taken off, until it is gone.
 * A job that asks for something itself needs no turn and has none.
 """
@@ -40,6 +42,8 @@ class Turns(Holding):
     turns: dict[RoundId, TenancyKey] = field(default_factory=dict)
     #: Parked tenancies whose jobs ask for nothing, and since when.
     idle: dict[TenancyKey, float] = field(default_factory=dict)
+    #: Jobs whose processes were asked to end, and are there.
+    told_to_end: set[JobKey] = field(default_factory=set)
 
     # --- who is idle --------------------------------------------------------------------------
 
@@ -49,11 +53,22 @@ class Turns(Holding):
         match outcome:
             case Evicted(tenancy=key):
                 stranger = self.tenancies.is_stranger(key.job)
-                self._await_idle(key, 0.0 if stranger else self.limits.idle_park_s, now)
+                self._await_idle(key, 0.0 if stranger else self._patience_s(key.job), now)
             case Admitted(tenancy=key):
                 self.idle.pop(key, None)
             case _:
                 pass
+
+    def on_end_asked(self, job: JobKey, now: float) -> None:
+        """Give a job that was asked to end its devices, now if it is parked, or when it is."""
+        led = [t.key for t in self.tenancies.tenancies_of(job) if t.led_here and t.has_ranks]
+        if led:
+            self.told_to_end.add(job)
+        for key in led:
+            self._await_idle(key, 0.0, now)
+
+    def _patience_s(self, job: JobKey) -> float | None:
+        return 0.0 if job in self.told_to_end else self.limits.idle_park_s
 
     def _await_idle(self, key: TenancyKey, delay_s: float | None, now: float) -> None:
         if delay_s is not None and self._is_parked(self.tenancies.all.get(key)):
@@ -67,8 +82,11 @@ class Turns(Holding):
         if any(session.leases for session in self.sessions_of(key.job)):
             # The end of the last of them lets the clock run anew.
             return
-        turn_s = self.limits.stranger_turn_s
-        if not self.tenancies.is_stranger(key.job):
+        if key.job in self.told_to_end:
+            turn_s = self.limits.ending_turn_s
+        elif self.tenancies.is_stranger(key.job):
+            turn_s = self.limits.stranger_turn_s
+        else:
             turn_s = self.limits.courtesy_turn_s
             self._name(tenancy, now)
         if turn_s > 0:
@@ -138,6 +156,10 @@ class Turns(Holding):
         for key in list(self.idle):
             if key not in self.tenancies.all:
                 del self.idle[key]
+        for job in sorted(self.told_to_end):
+            if not any(tenancy.has_ranks for tenancy in self.tenancies.tenancies_of(job)):
+                # Another run of it, under the same id, is asked for nothing yet.
+                self.told_to_end.discard(job)
 
     def _refuse_round(self, round_: Round, code: str, text: str, now: float) -> None:
         if round_.turn_s is None:
@@ -147,7 +169,7 @@ class Turns(Holding):
         self._end_round(round_, now)
 
     def _end_round(self, round_: Round, now: float) -> None:
-        limits, delay_s = self.limits, self.limits.idle_park_s
+        limits, delay_s = self.limits, self._patience_s(round_.job)
         if round_.turn_s is not None:
             del self.turns[round_.id]
             self.timers.clear(TimerKey(TimerKind.TURN, round_.id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from libtimeslice.protocol import Message
@@ -80,11 +81,26 @@ def _job_page(job: Message, *, colour: bool) -> list[str]:
         ("waited", duration(job["waited_s"] or None)),
         ("switches", str(job["switches"])),
     )
+    # A daemon of version 1.0 knows no allocations.
+    for slurm in job.get("allocations", ()):
+        lines += _allocation(slurm)
     lines += _standstills(job["standstills"], colour=colour)
     lines += _tenancies(job["tenancies"], colour=colour)
     lines += _ranks(job["rank_list"], colour=colour)
     lines += _leases(job["leases"], colour=colour)
     return lines + _sessions(job["sessions"], colour=colour)
+
+
+def _allocation(slurm: Message) -> list[str]:
+    end = slurm["ends_at_unix"]
+    left = duration(max(0.0, end - time.time())) if end is not None else NOTHING
+    tickets = "" if slurm["tickets"] is None else f", {slurm['tickets']} of its node's tickets"
+    return _facts(
+        ("Slurm job", f"{slurm['slurm_job']}{tickets}{', ending' if slurm['ending'] else ''}"),
+        ("account", printable(slurm["account"] or NOTHING)),
+        ("nodes", printable(", ".join(slurm["nodes"]) or NOTHING)),
+        ("time left", left),
+    )
 
 
 def _group_page(group: Message, *, colour: bool) -> list[str]:

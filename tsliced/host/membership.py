@@ -3,7 +3,8 @@
 A process is asked about in this order:
 
 1. It was registered through the socket, by itself or for it.
-2. It is in the cgroup of a Slurm job. Such a path can only be made by root, so this is proof; the
+2. It is in the cgroup of a Slurm job. Such a path can only be made by root, so this is proof; where
+   Slurm tracks processes in another way, so is what slurmd itself says (``scontrol listpids``). The
    rest may only refine it: two experiments in one allocation, told apart by ``TSLICE_JOB_ID``,
    are the jobs ``<slurm id>.<TSLICE_JOB_ID>``.
 3. ``TSLICE_JOB_ID`` in its environment, or in that of its nearest ancestor that still has one:
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from libtimeslice.environment import nccl_heartbeat_s
@@ -93,7 +94,8 @@ class Membership:
 
     `register`, `forget` and `default_job` are for the loop; `classify` and `job_of` may run in a
     thread meanwhile. `limit` bounds the registered and the remembered processes. `root_uid` owns
-    the cgroups of Slurm (a test without root gives its own).
+    the cgroups of Slurm (a test without root gives its own). `leader_of` names the job of which
+    another one is a component.
     """
 
     def __init__(
@@ -103,12 +105,16 @@ class Membership:
         cgroups: Cgroups | None = None,
         limit: int = 65_536,
         root_uid: int = 0,
+        leader_of: Callable[[str], str] = str,
     ) -> None:
         self._cluster = cluster
         self._cgroups = cgroups or Cgroups()
         self._proc = self._cgroups.proc
         self._limit = limit
         self._root_uid = root_uid
+        self._leader_of = leader_of
+        #: Processes that slurmd says are of its jobs, where their cgroups do not say it.
+        self._listed: dict[ProcessId, SlurmJob] = {}
         self._registered: dict[ProcessId, JobKey] = {}
         #: Rises with each change of the registrations, which may change what else is found.
         self._version = 0
@@ -136,6 +142,16 @@ class Membership:
         """
         if self._registered.pop(process, None) is not None:
             self._version += 1
+
+    def note_listed(self, listed: Mapping[ProcessId, SlurmJob]) -> None:
+        """Know which processes slurmd says are of its jobs, instead of those it said before."""
+        if listed != self._listed:
+            self._listed = dict(listed)
+            self.renew()
+
+    def renew(self) -> None:
+        """Look everybody up again: what jobs are called has changed."""
+        self._version += 1
 
     def registered(self, job: JobKey) -> list[ProcessId]:
         """Return the processes that were said to belong to a job."""
@@ -201,13 +217,22 @@ class Membership:
         return [process for process in found if process is not None]
 
     def slurm_job_of(self, pid: int) -> SlurmJob | None:
-        """Return the Slurm job in whose root-owned cgroup a process is, or None."""
+        """Return the Slurm job of a process by its root-owned cgroup, else by slurmd, or None."""
         paths = self._cgroups.paths(pid)
         for controller in (*_CONTROLLERS, UNIFIED):
             pattern = _SLURM_VERSION_1 if controller else _SLURM_VERSION_2
             match = pattern.match(paths.get(controller, ""))
             if match and self._is_made_by_root(controller, match.string[: match.end("job")]):
-                return SlurmJob(match["job"], match["step"])
+                return SlurmJob(self._leader_of(match["job"]), match["step"])
+        return self._listed_job_of(pid) if self._listed else None
+
+    def _listed_job_of(self, pid: int) -> SlurmJob | None:
+        """Return the Slurm job of a process, or of its nearest ancestor, that slurmd has listed."""
+        stat = read_stat(pid, proc=self._proc)
+        for each in (stat, *ancestors(pid, proc=self._proc)) if stat is not None else ():
+            found = self._listed.get(ProcessId(each.pid, each.start_time))
+            if found is not None:
+                return SlurmJob(self._leader_of(found.id), found.step)
         return None
 
     def _is_made_by_root(self, controller: str, path: str) -> bool:

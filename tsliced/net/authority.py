@@ -1,14 +1,15 @@
 """Who may do what: by uid, group membership and device cgroup, none of which a client can choose.
 
-A group's list of users says who may lease it; without one, everybody. A list never makes up for a
-device that the job's cgroup keeps from it: such a job could do nothing with the lease but keep
-others off the device.
+A group's lists of users and of Slurm accounts say who may lease it; without any, everybody. The
+account is the one that the Slurm job of a process runs on, as Slurm itself says. A list never makes
+up for a device that the job's cgroup keeps from it: such a job could do nothing with the lease but
+keep others off the device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tsliced.config import GroupSettings
 from tsliced.core.model import DeviceId, GroupConfig, GroupName, ProcessId
@@ -27,6 +28,7 @@ class Authority:
         *,
         access: DeviceAccess | None = None,
         own_only: bool = False,
+        account_of: Callable[[ProcessId], str | None] = lambda _process: None,
     ) -> None:
         self._devices: dict[GroupName, frozenset[DeviceId]] = {
             group.name: frozenset(group.devices) for group in groups
@@ -34,8 +36,8 @@ class Authority:
         #: Whether there are groups that have no devices on this host.
         self.any_elsewhere = not all(self._devices.values())
         self._users = {GroupName(group.name): group.users for group in settings}
-        # Nobody is known to be of an account yet, which must not make the group everybody's.
-        self._closed = {GroupName(group.name) for group in settings if group.accounts}
+        self._accounts = {GroupName(group.name): group.accounts for group in settings}
+        self._account_of = account_of
         self._admin_group = admin_group
         self._access = access
         self._own_only = own_only
@@ -79,14 +81,15 @@ class Authority:
 
     def groups_for(self, uid: int) -> tuple[GroupName, ...]:
         """Return the groups whose lists a uid is on, in the configured order."""
-        return tuple(group for group in self._devices if self._is_listed(uid, group))
+        return tuple(group for group in self._devices if self._is_listed(uid, group, None))
 
     def groups_of(self, process: ProcessId, uid: int) -> tuple[GroupName, ...]:
         """Return the groups that a process of a job of a uid may lease, in the configured order.
 
         Raises `AccessUnknownError`.
         """
-        groups = self.groups_for(uid)
+        account = self._account_of(process) if any(self._accounts.values()) else None
+        groups = tuple(g for g in self._devices if self._is_listed(uid, g, account))
         if self._access is None:
             return groups
         denied = self._access.denied(process)
@@ -98,11 +101,11 @@ class Authority:
         """Return those of these groups that have devices on this host."""
         return tuple(group for group in groups if self._devices.get(group))
 
-    def _is_listed(self, uid: int, group: GroupName) -> bool:
-        names = self._users.get(group, ())
-        if self.is_admin(uid) or str(uid) in names:
+    def _is_listed(self, uid: int, group: GroupName, account: str | None) -> bool:
+        names, accounts = self._users.get(group, ()), self._accounts.get(group, ())
+        if self.is_admin(uid) or str(uid) in names or account in accounts:
             return True
         if not names:
-            return group not in self._closed
+            return not accounts
         user = self.users.known(uid)
         return user.name in names or any(f"@{name}" in names for name in user.groups)

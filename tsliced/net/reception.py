@@ -10,6 +10,7 @@ from tsliced.driver import Driver
 from tsliced.host.device_access import AccessUnknownError
 from tsliced.host.membership import Membership
 from tsliced.host.processes import ProcessLimitError
+from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection, Peer
 from tsliced.net.shares import Shares
@@ -31,6 +32,7 @@ class Reception:
         authority: Authority,
         membership: Membership,
         shares: Shares,
+        allotment: Allotment,
         *,
         on_welcome: Open,
     ) -> None:
@@ -38,6 +40,7 @@ class Reception:
         self._authority = authority
         self._membership = membership
         self._shares = shares
+        self._allotment = allotment
         self._on_welcome = on_welcome
 
     def receive(self, connection: Connection, hello: Hello) -> None:
@@ -50,7 +53,9 @@ class Reception:
             return
         uids = (peer.uid,) if hello.uid is None else (peer.uid, hello.uid)
         try:
-            is_known = self._authority.knows(peer.process, *uids)
+            is_known = self._allotment.knows(peer.process, peer.uid) and self._authority.knows(
+                peer.process, *uids
+            )
         except AccessUnknownError as exc:
             connection.refuse("unavailable", str(exc))
             return
@@ -64,6 +69,7 @@ class Reception:
         self, connection: Connection, hello: Hello, peer: Peer, uids: tuple[int, ...]
     ) -> None:
         try:
+            await self._allotment.learn(peer.process, peer.uid)
             await self._authority.learn(peer.process, *uids)
             if connection.open:
                 self._greet(connection, hello, peer)

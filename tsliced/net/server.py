@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from hmac import compare_digest
 from typing import Any
 
@@ -38,6 +38,7 @@ from libtimeslice.protocol import (
     Reply,
     Request,
     ShowQuery,
+    SlurmNotice,
     StatusQuery,
     WatchdogNotice,
     error_reply,
@@ -74,6 +75,7 @@ from tsliced.driver import Driver
 from tsliced.host.backends.base import AgentAwayError
 from tsliced.host.membership import Membership
 from tsliced.net.adoption import adopt
+from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.client import Client, ask_all, ask_first, reach_all
 from tsliced.net.connection import Connection, Peer
@@ -127,6 +129,7 @@ class Server:
         membership: Membership,
         enrolment: Enrolment,
         operations: Operations,
+        allotment: Allotment,
         status: StatusPage,
         shares: Shares,
         vault: Vault,
@@ -141,9 +144,11 @@ class Server:
         self._driver = driver
         self._authority = authority
         self._membership = membership
-        self._reception = Reception(driver, authority, membership, shares, on_welcome=self._open)
-        self._enrolment = enrolment
-        self._operations = operations
+        self._allotment = allotment
+        self._reception = Reception(
+            driver, authority, membership, shares, allotment, on_welcome=self._open
+        )
+        self._enrolment, self._operations = enrolment, operations
         self._inquiries = Inquiries(driver, status, operations, peers)
         self._tidings = Tidings(driver, told)
         self.waiting = Waiting(driver.machine, status.moving, self._tell)
@@ -151,7 +156,11 @@ class Server:
         self._vault = vault
         self._connections: dict[Connection, None] = {}
         self._clients: dict[SessionId, Client] = {}
-        self._requests: dict[type, Callable[[Client, Any], None]] = {
+        self._requests = self._handlers()
+
+    def _handlers(self) -> dict[type, Callable[[Client, Any], None]]:
+        """Return to whom each kind of request is handed."""
+        return {
             Acquire: self._on_acquire,
             Release: self._on_release,
             LastTurn: self._on_last_turn,
@@ -171,6 +180,7 @@ class Server:
             JobOrder: self._on_job_order,
             DrainOrder: self._on_drain_order,
             HostDeath: self._on_host_death,
+            SlurmNotice: self._on_slurm_notice,
             Ping: self._on_ping,
             Bye: self._on_bye,
             Reply: self._on_reply,
@@ -199,6 +209,7 @@ class Server:
     def close(self) -> None:
         """Leave all connections; their sessions go on with the next daemon."""
         self._tidings.close()
+        self._allotment.close()
         for connection in list(self._connections):
             connection.leave()
         for client in self._clients.values():
@@ -324,7 +335,7 @@ class Server:
         client: Client,
         *,
         secret: bytes,
-        groups: Iterable[GroupName],
+        groups: Collection[GroupName],
         resumed: Session | None = None,
     ) -> None:
         config = self._driver.machine.config
@@ -342,6 +353,7 @@ class Server:
                 "grace_s": config.limits.grace_s,
                 "job": job_message(client.job),
                 "groups": list(groups),
+                "usual_groups": list(self._usual_groups(client.job, groups)),
                 "leases": self._held_by(resumed) if resumed is not None else [],
             }
         )
@@ -368,7 +380,8 @@ class Server:
             order = machine.tenancies.order_of
             groups = tuple(sorted(groups, key=lambda g: order.get(GroupName(g), len(order))))
         elif not groups and self._authority.any_elsewhere:
-            groups = self._usual_groups(client)
+            session = machine.leasing.sessions.get(client.session)
+            groups = self._usual_groups(client.job, session.groups) if session is not None else ()
         self._driver.post_request(
             _make_acquire(
                 session=client.session,
@@ -382,13 +395,14 @@ class Server:
             )
         )
 
-    def _usual_groups(self, client: Client) -> tuple[GroupName, ...]:
-        """Return what is leased if no groups are named: those of this host, if it has any.
+    def _usual_groups(self, job: JobKey, permitted: Collection[GroupName]) -> tuple[GroupName, ...]:
+        """Return what is leased if no groups are named: those of the Slurm job's hosts.
 
-        Whoever means other hosts too says so: by default nobody takes the whole cluster.
+        Without one, those of this host, if it has any: who means other hosts too says so, and by
+        default nobody takes the whole cluster.
         """
-        session = self._driver.machine.leasing.sessions.get(client.session)
-        return self._authority.here(session.groups) if session is not None else ()
+        usual = self._allotment.usual_groups(job, permitted)
+        return usual or self._authority.here(permitted)
 
     def _on_release(self, client: Client, request: Release) -> None:
         if self._count(client, request.id):
@@ -439,19 +453,30 @@ class Server:
         if not self._count(client, request.id):
             return
 
-        async def enrol() -> None:
+        work = self._enrolment.enrol(client.peer, client.job, request)
+        self._answer_later(client, request.id, work, "enrolling a rank")
+
+    def _on_slurm_notice(self, client: Client, request: SlurmNotice) -> None:
+        if self._count(client, request.id):
+            work = self._allotment.on_notice(client.peer, request)
+            self._answer_later(client, request.id, work, "a Slurm job")
+
+    def _answer_later(
+        self, client: Client, request: int, work: Coroutine[Any, Any, Message], what: str
+    ) -> None:
+        async def answer() -> None:
             try:
-                answer = await self._enrolment.enrol(client.peer, client.job, request)
+                message = await work
             except Exception as exc:
                 # The edge of this task: a mistake of ours in one request must not end the daemon.
-                self._driver.note("bug", "error", reason=f"enrolling a rank: {exc!r}")
-                answer = error_reply(request.id, "internal", "the daemon's log says why")
+                self._driver.note("bug", "error", reason=f"{what}: {exc!r}")
+                message = error_reply(request, "internal", "the daemon's log says why")
             if client.open_requests:
                 client.open_requests -= 1
                 client.share.requests -= 1
-            client.send(answer)
+            client.send(message)
 
-        self._driver.around.tasks.create_task(enrol(), name="enrol a rank")
+        self._driver.around.tasks.create_task(answer(), name=what)
 
     def _on_job_order(self, client: Client, request: JobOrder) -> None:
         self._operations.on_job(client.peer, request, client.send)

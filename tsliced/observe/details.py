@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from libtimeslice.protocol import Message
 from tsliced.core.barriers import awaited
@@ -13,6 +13,7 @@ from tsliced.core.model import GroupName, JobKey, LeaseId, SessionId
 from tsliced.core.remedies import Standstill
 from tsliced.core.sessions import Lease, LeaseState, Session
 from tsliced.core.tenancy import Tenancy
+from tsliced.host.allocations import Allocation, Allocations
 from tsliced.observe.status import StatusPage, job_map
 
 
@@ -30,6 +31,7 @@ class Details:
 
     machine: Machine
     status: StatusPage
+    allocations: Allocations = field(default_factory=Allocations)
     clock: Callable[[], float] = time.monotonic
 
     def jobs(self) -> list[JobKey]:
@@ -83,6 +85,7 @@ class Details:
             ],
             "leases": [self._lease(lease, now) for s in sessions for lease in s.leases.values()],
             "sessions": [self._session(session) for session in sessions],
+            "allocations": [_allocation(each) for each in self.allocations.of_job(job.id, job.uid)],
         }
 
     def standstills(self, job: JobKey) -> list[Message]:
@@ -253,3 +256,15 @@ class Details:
             "waiters": leasing.waiters_of(lease) if held else None,
             "reason": str(round_.stalled) if round_.stalled is not None and not held else None,
         }
+
+
+def _allocation(allocation: Allocation) -> Message:
+    """Return what Slurm said of a job, or of one component of it."""
+    return {
+        "slurm_job": allocation.id,
+        "nodes": list(allocation.nodes),
+        "account": allocation.account,
+        "tickets": allocation.tickets,
+        "ends_at_unix": allocation.ends_at_unix,
+        "ending": allocation.ending,
+    }

@@ -254,6 +254,15 @@ def test_a_job_is_ended_on_all_its_hosts_wherever_that_is_asked_for(by: HostName
     assert len(ends) <= 3, "nobody tells it on and on"
 
 
+def test_a_job_may_be_ended_on_one_host_alone() -> None:
+    lab = three()
+    _lease, ranks = hold(lab, "a", N3)
+    lab[N1].feed(KillRequested(job=job("a"), by="root", grace_s=5.0, onward=False))
+    lab.run()
+    assert ended(lab, N1) == [ranks[0]]
+    assert ended(lab, N2) == ended(lab, N3) == []
+
+
 def test_a_host_that_has_no_part_in_a_job_ends_nothing_of_it_g10() -> None:
     lab = three()
     hold(lab, "a")

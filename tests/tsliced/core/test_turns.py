@@ -8,7 +8,7 @@ from stories import PARKED, RUNNING, A, B, C, fails, parked, resident
 from world import D1, D2, G1, G2, LIMITS, World, job
 
 from tsliced.core.actions import StartOperation, TellContended
-from tsliced.core.events import GroupsObserved
+from tsliced.core.events import EndAsked, GroupsObserved
 from tsliced.core.model import Cause, DeviceId, JobKey, ProcessId, Verb
 from tsliced.core.rounds import RoundState
 
@@ -280,7 +280,7 @@ def test_a_stranger_makes_room_and_gets_turns_until_it_is_gone() -> None:
     lease = world.acquire(session)
     assert world.held(lease)
     assert world.state(stranger) is PARKED
-    world.pass_time(0.0)
+    world.pass_time(0.1)
     assert turn_of(world, stranger_of(stranger)) is RoundState.QUEUED
     again = world.acquire(world.session(B))
     world.release(lease)
@@ -322,7 +322,7 @@ def test_a_restart_knows_a_parked_stranger() -> None:
     world, stranger = with_stranger()
     lease = world.acquire(world.session(A))
     world.restart()
-    world.pass_time(0.0)
+    world.pass_time(0.1)
     assert world.machine.tenancies.stranger_jobs == {stranger_of(stranger): stranger}
     assert turn_of(world, stranger_of(stranger)) is RoundState.QUEUED
     world.release(lease)
@@ -454,3 +454,53 @@ def test_a_resident_job_is_not_idle() -> None:
     world.pass_time(1000.0)
     assert not world.notes("idle_parked")
     assert job("a") == A
+
+
+# --- jobs that were asked to end ------------------------------------------------------------------
+
+
+def test_a_parked_job_that_is_asked_to_end_gets_a_turn_at_once_behind_all_who_wait() -> None:
+    world = World(limits=replace(NAMED, ending_turn_s=5.0))
+    _session, (rank,), lease = parked(world)
+    before = world.acquire(world.session(C))
+    world.feed(EndAsked(job=A))
+    world.pass_time(0.1)
+    assert turn_of(world, A) is RoundState.QUEUED
+    assert not world.notes("idle_parked"), "it is not said to be idle"
+    world.release(lease)
+    assert world.held(before)
+    world.release(before)
+    assert world.state(rank) is RUNNING
+    world.die(rank)
+    assert turn_of(world, A) is None
+    assert not world.machine.leasing.told_to_end
+
+
+def test_a_job_that_is_asked_to_end_while_it_holds_gets_a_turn_as_soon_as_it_was_parked() -> None:
+    world = World(limits=replace(NAMED, ending_turn_s=5.0))
+    session, (rank,) = resident(world)
+    lease = world.acquire(session)
+    world.feed(EndAsked(job=A))
+    other = world.acquire(world.session(B))
+    world.release(lease)
+    assert world.held(other)
+    assert world.state(rank) is PARKED
+    world.pass_time(0.1)
+    assert turn_of(world, A) is RoundState.QUEUED
+    world.release(other)
+    assert world.state(rank) is RUNNING
+
+
+def test_nothing_is_kept_of_a_job_that_is_asked_to_end_and_has_nothing_on_devices() -> None:
+    world = World(limits=NAMED)
+    world.session(A)
+    world.feed(EndAsked(job=A))
+    assert not world.machine.leasing.told_to_end
+
+
+def test_without_a_time_for_it_a_job_that_is_asked_to_end_gets_no_turn() -> None:
+    world = World(limits=replace(NAMED, ending_turn_s=0.0))
+    parked(world)
+    world.feed(EndAsked(job=A))
+    world.pass_time(100.0)
+    assert turn_of(world, A) is None

@@ -18,6 +18,7 @@ ROOT, ALICE, BOB, OPERATOR, MEMBER, UNNAMED = 0, 1001, 1002, 1003, 1004, 1005
 ADMINS, LAB = 90, 91
 MEMBERS = {ADMINS: ["member"], LAB: ["bob"]}
 ME = ProcessId(1, 1)
+OTHER = ProcessId(2, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,18 @@ def test_a_group_that_lists_accounts_is_not_for_all_g10() -> None:
     who = Authority(groups, [GroupSettings(name="g1", accounts=("rl",))], "tsliced")
     assert who.groups_for(ALICE) == ()
     assert who.groups_for(ROOT) == ("g1",)
+
+
+def test_a_job_of_a_listed_account_may_lease_a_group_whoever_its_user_is_g10() -> None:
+    groups = [GroupConfig(name=GroupName("g1"), devices=(DeviceId("GPU-1"),), order=0)]
+    listed = [GroupSettings(name="g1", accounts=("rl", "vision"), users=("alice",))]
+    accounts: dict[ProcessId, str | None] = {ME: "vision", OTHER: "other"}
+    who = Authority(groups, listed, "tsliced", account_of=accounts.get)
+    assert who.groups_of(ME, BOB) == ("g1",)
+    assert who.groups_of(OTHER, BOB) == ()
+    assert who.groups_for(BOB) == (), "without a job there is no account"
+    asyncio.run(who.learn(OTHER, ALICE))
+    assert who.groups_of(OTHER, ALICE) == ("g1",), "a user who is listed needs no account"
 
 
 def test_groups_come_in_the_order_in_which_they_are_reserved() -> None:
