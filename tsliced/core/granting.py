@@ -150,7 +150,7 @@ class Granting(Clearing):
 
     def _refuse_nested(self, round_: Round, now: float) -> None:
         """Let nobody wait for a group who holds one that comes after it: others wait in order."""
-        if round_.home is not None:
+        if round_.stands_for is not None:
             text = f"{round_.groups[0]} must be waited for"
             self._refuse_round(round_, "would_deadlock", text, now)
             return
@@ -172,9 +172,9 @@ class Granting(Clearing):
         elif self._waits(round_) and round_.must_not_wait:
             self._refuse_nested(round_, now)
             return
-        if round_.state is HELD and round_.home is not None:
+        if round_.state is HELD and round_.stands_for is not None:
             # Whoever came onto the devices before it came up leaves them.
-            self._clear_for(round_, round_.home, now)
+            self._clear_for(round_, now)
         if round_.state in (MOVING, GRANTING):
             # Also while it waits for tokens: somebody may have come onto the devices meanwhile.
             hindered = self.lost or self.silent or round_.job in self.faults
@@ -232,8 +232,8 @@ class Granting(Clearing):
         if (loss := self.loss_of(round_)) is not None:
             self.tell_stalled(round_, round_.job, loss, out_of_loss())
             return False
-        if round_.home is not None:
-            return self._clear_for(round_, round_.home, now)
+        if round_.stands_for is not None:
+            return self._clear_for(round_, now)
         if not self._gather(round_):
             return False
         try:
@@ -267,9 +267,9 @@ class Granting(Clearing):
                 self.out += self.tenancies.admit(tenancy.key, now=now)
         return not missing
 
-    def _clear_for(self, round_: Round, home: HostName, now: float) -> bool:
+    def _clear_for(self, round_: Round, now: float) -> bool:
         """Clear a group for a round of another host, which moves itself what it leads."""
-        group, clear = round_.groups[0], True
+        (home, _, group), clear = round_.borrower, True
         for tenancy in self.tenancies.residents(group):
             if tenancy.key.job != round_.job:
                 self._clear_off(tenancy, round_, now)
@@ -374,7 +374,7 @@ class Granting(Clearing):
         return Standstill(stop[0], now - tenancy.coordinator.stopped_at, stop[1])
 
     def _grant_round(self, round_: Round, now: float) -> None:
-        if round_.home is not None:
+        if round_.stands_for is not None:
             self.lend(round_, now)
             return
         here = len(round_.groups) - len(round_.elsewhere)
@@ -436,7 +436,7 @@ class Granting(Clearing):
         if round_.paused:
             self.timers.clear(TimerKey(TimerKind.RETRY, round_.id))
         self.aside.pop(round_.id, None)
-        if round_.home is not None and round_.state is HELD:
+        if round_.stands_for is not None and round_.state is HELD:
             self.note_hold(round_.job, round_.groups, now - round_.kept_at)
         if round_.hold_from is not None:
             self.timers.clear(TimerKey(TimerKind.HOLD, round_.id))
@@ -628,7 +628,7 @@ class Granting(Clearing):
         self.out.append(TellLost(session=lease.session, lease=lease.id, text=text))
 
     def _refuse_round(self, round_: Round, code: str, text: str, now: float) -> None:
-        if round_.home is not None:
+        if round_.stands_for is not None:
             self.refuse_elsewhere(round_, code, text)
             self._end_round(round_, now)
             return
@@ -665,7 +665,7 @@ class Granting(Clearing):
         return there is not None and there.token is not None
 
     def _check_round(self, round_: Round) -> None:
-        if round_.turn_s is None and round_.home is None:
+        if round_.turn_s is None and round_.stands_for is None:
             assert round_.members, "a round without members is over"
         has = [group for group in round_.groups if self._has(round_, group)]
         assert has == list(round_.groups[: round_.reserved]), "it takes its groups in their order"

@@ -78,7 +78,7 @@ from tsliced.core.model import (
     TenancyKey,
 )
 from tsliced.core.remains import Remains
-from tsliced.core.rounds import HELD, Round
+from tsliced.core.rounds import HELD, Borrower, Round
 from tsliced.core.sessions import LEASE_HELD, Session
 from tsliced.core.signals import Order, Report
 from tsliced.core.strangers import Inhabitants
@@ -361,7 +361,7 @@ class Hosts:
             case Commit():
                 leasing.on_commit(host, message, now)
             case GiveBack(round=number, group=group):
-                known = leasing.borrowers.get((host, number, group))
+                known = leasing.borrowers.get(Borrower(host, number, group))
                 if known is not None:
                     leasing.end_borrower(leasing.rounds[known], now)
             case Reservations():

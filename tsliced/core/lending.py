@@ -45,13 +45,10 @@ from tsliced.core.model import (
     Token,
 )
 from tsliced.core.numbers import Numbers
-from tsliced.core.rounds import GRANTING, HELD, QUEUED, Elsewhere, Round
+from tsliced.core.rounds import GRANTING, HELD, QUEUED, Borrower, Elsewhere, Round
 from tsliced.core.watchdogs import Watchdogs
 
 NO_ROUND = RoundId(0)
-
-#: A round of a host and the group that it wants of an arbiter here.
-Borrower = tuple[HostName, RoundId, GroupName]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,7 +218,7 @@ class Lending(Watchdogs):
 
     def open_for(self, host: HostName, message: Reserve, now: float) -> Round | None:
         """Let a round stand for one of another host; return it if it has to go on."""
-        borrower = host, message.round, message.group
+        borrower = Borrower(host, message.round, message.group)
         arbiter = self.arbiters.get(message.group)
         if arbiter is None:
             text = f"{self.tenancies.host} does not arbitrate {message.group}"
@@ -240,7 +237,7 @@ class Lending(Watchdogs):
             return None
         self.last_round = RoundId(self.last_round + 1)
         self.last_place += 1
-        round_ = self.stand_in(host, message.round, message.group, message.job, self.last_round)
+        round_ = self.stand_in(borrower, message.job, self.last_round)
         round_.place, round_.asked_at = self.last_place, now
         round_.at_once = message.at_once
         if message.token is not None:
@@ -252,23 +249,20 @@ class Lending(Watchdogs):
         self.out.append(reservation_of(round_))
         return round_
 
-    def stand_in(
-        self, host: HostName, home_round: RoundId, group: GroupName, job: JobKey, number: RoundId
-    ) -> Round:
+    def stand_in(self, borrower: Borrower, job: JobKey, number: RoundId) -> Round:
         """Enter a round that stands for another host's into the books."""
         round_ = Round(
             id=number,
             job=job,
-            groups=(group,),
+            groups=(borrower.group,),
             ranks=1,
             arrival=Arrival.FIRST,
             asked_at=0.0,
             state=QUEUED,
-            home=host,
-            home_round=home_round,
+            stands_for=borrower,
         )
         self.rounds[number] = round_
-        self.borrowers[host, home_round, group] = number
+        self.borrowers[borrower] = number
         return round_
 
     def keep_for(self, round_: Round, token: Token, now: float) -> None:
@@ -276,9 +270,8 @@ class Lending(Watchdogs):
         round_.state, round_.reserved, round_.reserved_at_home = HELD, 1, True
         round_.kept_at = now
         round_.tokens = ((round_.groups[0], token),)
-        assert round_.home is not None
-        claim = round_.job, round_.groups[0]
-        self.tenancies.claimed.setdefault(claim, {})[round_.home] = None
+        home, _, group = round_.borrower
+        self.tenancies.claimed.setdefault((round_.job, group), {})[home] = None
         self.out.append(reservation_of(round_))
 
     def lend(self, round_: Round, now: float) -> None:
@@ -287,43 +280,41 @@ class Lending(Watchdogs):
             if round_.commit_asked:
                 self._keep_if_clear(round_, now)
             return
-        group = round_.groups[0]
+        home, _, group = round_.borrower
         token = self.numbers.take()
         if token is None:
             return
         assert self.arbiters[group].chosen == round_.id, "only what it has is lent"
-        self.tenancies.assert_alone(group, round_.job, but_led_by=round_.home)
+        self.tenancies.assert_alone(group, round_.job, but_led_by=home)
         round_.tokens, round_.reserved_at_home = ((group, token),), True
         self._note("lent", round_)
         self._tell_reserved(round_)
 
     def _tell_reserved(self, round_: Round) -> None:
-        assert round_.home is not None
-        assert round_.home_round is not None
+        home, number, _ = round_.borrower
         ((group, token),) = round_.tokens
         leads = self.tenancies.leads_of(round_.job, (group,))
         if self.tenancies.led_on(round_.job, group):
             leads.append(self.tenancies.host)
         reserved = Reserved(
-            round=round_.home_round,
+            round=number,
             group=group,
             token=token,
-            leads=tuple(lead for lead in leads if lead != round_.home),
+            leads=tuple(lead for lead in leads if lead != home),
         )
-        self.say(round_.home, reserved)
+        self.say(home, reserved)
         if round_.state is HELD:
             self._tell_committed(round_)
 
     def _tell_committed(self, round_: Round) -> None:
-        assert round_.home is not None
-        assert round_.home_round is not None
+        home, number, _ = round_.borrower
         ((group, token),) = round_.tokens
-        self.say(round_.home, Committed(round=round_.home_round, group=group, token=token))
+        self.say(home, Committed(round=number, group=group, token=token))
         self._tell_waiting(round_)
 
     def on_commit(self, host: HostName, message: Commit, now: float) -> None:
         """Keep a group for a round of another host, if it still has it."""
-        borrower = host, message.round, message.group
+        borrower = Borrower(host, message.round, message.group)
         known = self.rounds.get(self.borrowers.get(borrower, NO_ROUND))
         tokens = ((message.group, message.token),)
         if known is None or known.tokens != tokens or not known.reserved_at_home:
@@ -341,88 +332,82 @@ class Lending(Watchdogs):
 
     def take_back(self, round_: Round) -> None:
         """Tell another host that its round does not have a group any more, if it was told so."""
-        if round_.home is not None and round_.home_round is not None and round_.reserved_at_home:
+        if round_.reserved_at_home:
             round_.reserved_at_home, round_.commit_asked, round_.tokens = False, False, ()
-            group = round_.groups[0]
-            self.say(round_.home, Unreserved(round=round_.home_round, group=group))
+            home, number, group = round_.borrower
+            self.say(home, Unreserved(round=number, group=group))
 
     def tell_contended(self, group: GroupName) -> None:
         """Tell who holds a group that its waiters have come or gone."""
         round_ = self.chosen_for(group)
-        if round_ is None or round_.home is None:
+        if round_ is None or round_.stands_for is None:
             Watchdogs.tell_contended(self, group)
         elif round_.state is HELD:
             self._tell_waiting(round_)
 
     def _tell_waiting(self, round_: Round) -> None:
         """Tell another host how many wait for what its round has."""
-        assert round_.home is not None
-        assert round_.home_round is not None
-        group = round_.groups[0]
+        home, number, group = round_.borrower
         waiters = len(self.arbiters[group].queue)
-        self.say(round_.home, Waiting(round=round_.home_round, group=group, waiters=waiters))
+        self.say(home, Waiting(round=number, group=group, waiters=waiters))
 
     def refuse_elsewhere(self, round_: Round, code: str, text: str) -> None:
         """Tell another host that its round cannot have a group."""
-        assert round_.home is not None
-        assert round_.home_round is not None
-        self.say(round_.home, _refusal(round_.home_round, round_.groups[0], code, text))
+        home, number, group = round_.borrower
+        self.say(home, _refusal(number, group, code, text))
 
     def tell_stalled(self, round_: Round, job: JobKey, reason: Reason, way_out: str = "") -> None:
         """Tell a round, once for each reason, why its turn does not come."""
-        if round_.home is None or round_.home_round is None:
+        if round_.stands_for is None:
             Watchdogs.tell_stalled(self, round_, job, reason, way_out)
         elif round_.stalled != reason:
             round_.stalled = reason
+            home, number, group = round_.stands_for
             message = StalledElsewhere(
-                round=round_.home_round,
-                group=round_.groups[0],
-                job=job,
-                reason=reason,
-                way_out=way_out,
+                round=number, group=group, job=job, reason=reason, way_out=way_out
             )
-            self.say(round_.home, message)
+            self.say(home, message)
 
     def borrowed_by(self, host: HostName) -> list[Round]:
         """Return the rounds that stand for those of a host."""
-        return [self.rounds[number] for key, number in self.borrowers.items() if key[0] == host]
+        return [self.rounds[number] for key, number in self.borrowers.items() if key.host == host]
 
     def unwanted(self, host: HostName, message: Reservations) -> list[Round]:
         """Return the rounds that stand for some of a host, which no longer wants them."""
         wanted = set(message.wanted)
-        return [r for r in self.borrowed_by(host) if (r.home_round, r.groups[0]) not in wanted]
+        return [
+            self.rounds[number]
+            for key, number in self.borrowers.items()
+            if key.host == host and (key.round, key.group) not in wanted
+        ]
 
     def forget_borrower(self, round_: Round) -> None:
         """Strike a round that stood for another host's; it is over."""
-        if round_.home is not None and round_.home_round is not None:
-            del self.borrowers[round_.home, round_.home_round, round_.groups[0]]
+        if round_.stands_for is not None:
+            del self.borrowers[round_.stands_for]
             self.out.append(reservation_of(round_, over=True))
             self._note("given_back", round_)
 
     def _note(self, kind: str, round_: Round) -> None:
-        facts = {
-            "job": str(round_.job),
-            "groups": round_.groups[0],
-            "host": round_.home,
-        }
+        home, _, group = round_.borrower
+        facts = {"job": str(round_.job), "groups": group, "host": home}
         self.out.append(Note(kind=kind, level="info", facts=facts))
 
     def check_lending(self) -> None:
         """Assert what must hold between any two events."""
-        for (host, home_round, group), number in self.borrowers.items():
+        for borrower, number in self.borrowers.items():
             round_ = self.rounds[number]
-            assert (round_.home, round_.home_round, round_.groups) == (host, home_round, (group,))
+            assert (round_.stands_for, round_.groups) == (borrower, (borrower.group,))
             assert round_.state is not HELD or round_.reserved_at_home
 
 
 def reservation_of(round_: Round, *, over: bool = False) -> ReservationRecord:
     """Return what must be kept of a round that stands for another host's."""
-    assert round_.home is not None
-    assert round_.home_round is not None
+    home, number, group = round_.borrower
     return ReservationRecord(
-        host=round_.home,
-        round=round_.home_round,
-        group=round_.groups[0],
+        host=home,
+        round=number,
+        group=group,
         job=round_.job,
         place=round_.place,
         token=round_.tokens[0][1] if round_.state is HELD else None,

@@ -35,7 +35,7 @@ from tsliced.core.machine import Machine
 from tsliced.core.model import Goal, GroupName, RankState, RoundId, Token
 from tsliced.core.rank import Rank
 from tsliced.core.remains import Remnant
-from tsliced.core.rounds import Elsewhere, Round, RoundState
+from tsliced.core.rounds import Borrower, Elsewhere, Round, RoundState
 from tsliced.core.sessions import Lease, LeaseState, Session
 
 
@@ -252,9 +252,8 @@ def _reservation(machine: Machine, record: ReservationRecord, now: float) -> Non
         machine.unwritten.add([replace(record, over=True)])
         return
     leasing.last_round = RoundId(leasing.last_round + 1)
-    round_ = leasing.stand_in(
-        record.host, record.round, record.group, record.job, leasing.last_round
-    )
+    borrower = Borrower(record.host, record.round, record.group)
+    round_ = leasing.stand_in(borrower, record.job, leasing.last_round)
     round_.place, round_.asked_at = record.place, now
     leasing.last_place = max(leasing.last_place, record.place)
     if record.token is not None:

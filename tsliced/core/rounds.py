@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tsliced.core.model import (
     Arrival,
@@ -64,6 +65,14 @@ class Elsewhere:
     waiters: int = 0
 
 
+class Borrower(NamedTuple):
+    """A round of another host, and the group that it wants of an arbiter here."""
+
+    host: HostName
+    round: RoundId
+    group: GroupName
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Round:
     """A job's joint request."""
@@ -104,10 +113,8 @@ class Round:
     elsewhere: dict[GroupName, Elsewhere] = field(default_factory=dict)
     #: Hosts that were asked for what they move of its job, and whether they have answered.
     ceding: dict[HostName, bool] = field(default_factory=dict)
-    #: It stands for one of another host, here for one group: which host, ...
-    home: HostName | None = None
-    #: ... and which round that is there.
-    home_round: RoundId | None = None
+    #: It stands for one of another host, for the group that this wants here.
+    stands_for: Borrower | None = None
     #: There a group is held that comes after this one: it must not wait.
     at_once: bool = False
     #: Its host was told that it has the group.
@@ -130,6 +137,12 @@ class Round:
     overdue: bool = False
     #: What its members were last told about why it takes so long.
     stalled: Reason | None = None
+
+    @property
+    def borrower(self) -> Borrower:
+        """The round of another host that it stands for: only for one that does."""
+        assert self.stands_for is not None, "it stands for itself"
+        return self.stands_for
 
     def may_join(self, session: SessionId) -> bool:
         """Whether a lease of this session belongs to this round rather than to the next."""
