@@ -8,7 +8,6 @@ from hosts_lab import N1, N2, N3, Lab, device, held, session_of
 from simulated import Process, job
 from world import LIMITS
 
-from tsliced.core.events import PeerSaid
 from tsliced.core.messages import PeerMessage
 from tsliced.core.model import (
     CoreLimits,
@@ -82,12 +81,6 @@ def until(lab: Lab, kind: type[PeerMessage]) -> None:
     begun = len(lab.said)
     while not any(isinstance(message, kind) for _, _, message in lab.said[begun:]):
         assert lab.step(), f"no {kind.__name__} was ever said"
-
-
-def say(lab: Lab, source: HostName, target: HostName, message: PeerMessage) -> None:
-    """Let one host say something to another one, and everything happen that follows."""
-    lab[target].feed(PeerSaid(host=source, message=message))
-    lab.run()
 
 
 def said(lab: Lab, kind: type[PeerMessage]) -> list[PeerMessage]:

@@ -227,6 +227,13 @@ class Lab:
                 return True
         return self.deliver()
 
+    def count_steps(self) -> int:
+        """Let everything happen, one thing after the other; return how many things that were."""
+        count = 0
+        while self.step():
+            count += 1
+        return count
+
     def pass_time(self, seconds: float, *, step_s: float = 0.1) -> None:
         """Let time go by on all hosts alike."""
         for _ in range(round(seconds / step_s)):
@@ -275,6 +282,12 @@ def release(lab: Lab, lease: LeaseId, host: HostName = N1) -> RequestId:
     request = lab[host].release(lease)
     lab.run()
     return request
+
+
+def say(lab: Lab, source: HostName, target: HostName, message: PeerMessage) -> None:
+    """Let one host say something to another one, and everything happen that follows."""
+    lab[target].feed(PeerSaid(host=source, message=message))
+    lab.run()
 
 
 def session_of(lease: LeaseId) -> SessionId:

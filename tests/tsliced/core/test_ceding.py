@@ -14,13 +14,12 @@ from arbiters_lab import (
     give_back,
     hold,
     said,
-    say,
     states,
     three,
     two,
     until,
 )
-from hosts_lab import N1, N2, N3, Lab, device, held, session_of
+from hosts_lab import N1, N2, N3, Lab, device, held, say, session_of
 from simulated import failure, job
 from world import LIMITS
 

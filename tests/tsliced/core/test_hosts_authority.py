@@ -15,6 +15,7 @@ from hosts_lab import (
     hold,
     pair,
     release,
+    say,
     session_of,
     states,
 )
@@ -30,7 +31,7 @@ from tsliced.core.events import (
     SessionClosed,
     SessionOpened,
 )
-from tsliced.core.messages import EndJob, PeerMessage, Presence, PresentRank, RankGone
+from tsliced.core.messages import EndJob, Presence, PresentRank, RankGone
 from tsliced.core.model import (
     Cause,
     CoreLimits,
@@ -59,12 +60,6 @@ def three() -> Lab:
     return Lab({G: (N1, N2), OTHER: (N3,)})
 
 
-def say(lab: Lab, message: PeerMessage, *, source: HostName, target: HostName) -> None:
-    """Let a host say something to another, whether or not it would."""
-    lab[target].feed(PeerSaid(host=source, message=message))
-    lab.run()
-
-
 # --- orders and reports ---------------------------------------------------------------------------
 
 
@@ -74,7 +69,7 @@ def test_only_the_arbiter_of_a_group_has_anything_moved_there_g10(goal: Goal) ->
     _, ranks = hold(lab, "a")
     for target, source in ((N2, N3), (N1, N2), (N1, N3)):
         order = Order(host=target, tenancy=A, stamp=LATE, goal=goal)
-        say(lab, order, source=source, target=target)
+        say(lab, source, target, order)
     assert states(lab, ranks) == [RUNNING, RUNNING]
     assert lab[N1].machine.tenancies.all[A].coordinator.stamp != LATE
     assert lab[N2].machine.tenancies.all[A].coordinator.stamp != LATE
@@ -88,7 +83,7 @@ def test_an_order_for_a_job_with_no_process_here_moves_nothing_and_is_forgotten_
     lab = pair()
     _, ranks = hold(lab, "a")
     order = Order(host=N2, tenancy=TenancyKey(job("b"), (G,)), stamp=LATE, goal=goal)
-    say(lab, order, source=N1, target=N2)
+    say(lab, N1, N2, order)
     assert states(lab, ranks) == [RUNNING, RUNNING]
     assert list(lab[N2].machine.tenancies.all) == [A]
 
@@ -99,7 +94,7 @@ def test_an_order_for_a_group_or_host_that_is_not_here_is_nothing_g10(what: str)
     _, ranks = hold(lab, "a")
     key = TenancyKey(job("a"), (GroupName("nowhere"),)) if what == "group" else A
     host = N2 if what == "group" else HostName("n9")
-    say(lab, Order(host=host, tenancy=key, stamp=LATE, goal=Goal.OFF), source=N1, target=N2)
+    say(lab, N1, N2, Order(host=host, tenancy=key, stamp=LATE, goal=Goal.OFF))
     assert states(lab, ranks) == [RUNNING, RUNNING]
 
 
@@ -110,7 +105,7 @@ def test_an_order_of_an_earlier_epoch_is_refused() -> None:
     ask(lab, "b")
     assert states(lab, ranks) == [PARKED, PARKED]
     old = Stamp(0, Counter(0, 1), 0)
-    say(lab, Order(host=N2, tenancy=A, stamp=old, goal=Goal.RESTORED), source=N1, target=N2)
+    say(lab, N1, N2, Order(host=N2, tenancy=A, stamp=old, goal=Goal.RESTORED))
     assert lab[N2].state(ranks[1]) is PARKED
 
 
@@ -154,8 +149,8 @@ def presence(group: GroupName) -> Presence:
 
 def test_a_host_has_nobody_on_groups_that_it_has_no_part_in_g10() -> None:
     lab = three()
-    say(lab, presence(G), source=N3, target=N1)
-    say(lab, presence(G), source=N1, target=N2)
+    say(lab, N3, N1, presence(G))
+    say(lab, N1, N2, presence(G))
     assert not lab[N1].machine.tenancies.abroad
     assert not lab[N2].machine.tenancies.abroad
 
@@ -163,12 +158,7 @@ def test_a_host_has_nobody_on_groups_that_it_has_no_part_in_g10() -> None:
 def test_ranks_of_other_groups_in_a_presence_are_left_out() -> None:
     lab = pair()
     said = presence(GroupName("elsewhere"))
-    say(
-        lab,
-        Presence(group=G, ranks=said.ranks, clients=(), shortages=()),
-        source=N2,
-        target=N1,
-    )
+    say(lab, N2, N1, Presence(group=G, ranks=said.ranks, clients=(), shortages=()))
     assert not lab[N1].machine.tenancies.abroad
 
 
@@ -176,10 +166,10 @@ def test_only_who_leads_a_job_tells_others_of_its_dead_g10() -> None:
     lab = three()
     _, ranks = hold(lab, "a")
     gone = RankGone(job=job("a"), groups=(G,), rank=RankId(N3, ProcessId(1, 1)))
-    say(lab, gone, source=N3, target=N2)
-    say(lab, gone, source=N3, target=N1)
-    say(lab, RankGone(job=job("a"), groups=(OTHER,), rank=gone.rank), source=N1, target=N2)
-    say(lab, RankGone(job=job("b"), groups=(G,), rank=gone.rank), source=N1, target=N2)
+    say(lab, N3, N2, gone)
+    say(lab, N3, N1, gone)
+    say(lab, N1, N2, RankGone(job=job("a"), groups=(OTHER,), rank=gone.rank))
+    say(lab, N1, N2, RankGone(job=job("b"), groups=(G,), rank=gone.rank))
     assert not lab[N2].machine.remains.jobs
     assert not lab[N1].all_of(TellRankLost)
     assert states(lab, ranks) == [RUNNING, RUNNING]
@@ -203,7 +193,7 @@ def test_a_host_speaks_only_for_its_own_clients_g10() -> None:
             ReleaseRequested(session=victim, request=RequestId(90), lease=of),
             SessionClosed(session=victim),
         ):
-            say(lab, message, source=source, target=N1)
+            say(lab, source, N1, message)
     assert held(lab, lease, N2)
     assert lab[N1].machine.leasing.sessions[session].job == job("a")
     assert session_of(own) in lab[N1].machine.leasing.sessions
@@ -212,7 +202,7 @@ def test_a_host_speaks_only_for_its_own_clients_g10() -> None:
 def test_a_request_of_a_session_that_was_not_introduced_leases_nothing() -> None:
     lab = pair()
     request = AcquireRequested(session=SessionId("new"), request=RequestId(1), groups=(G,))
-    say(lab, request, source=N2, target=N1)
+    say(lab, N2, N1, request)
     assert not lab[N1].machine.leasing.leases
 
 
@@ -227,7 +217,7 @@ def test_an_introduction_that_is_said_again_changes_nothing() -> None:
         secret=b"",
         groups=(),
     )
-    say(lab, again, source=N2, target=N1)
+    say(lab, N2, N1, again)
     assert lab[N1].machine.leasing.sessions[session.id] is session
     assert session.job == job("a")
 
@@ -268,13 +258,13 @@ def test_a_host_that_has_no_part_in_a_job_ends_nothing_of_it_g10() -> None:
     hold(lab, "a")
     end = EndJob(job=job("a"), text="ha", grace_s=0.0, onward=True)
     for target in (N1, N2):
-        say(lab, end, source=N3, target=target)
+        say(lab, N3, target, end)
         assert not ended(lab, target)
 
 
 def test_a_job_that_is_not_known_is_ended_nowhere() -> None:
     lab = pair()
-    say(lab, EndJob(job=job("a"), text="", grace_s=0.0, onward=True), source=N1, target=N2)
+    say(lab, N1, N2, EndJob(job=job("a"), text="", grace_s=0.0, onward=True))
     assert not ended(lab, N2)
 
 

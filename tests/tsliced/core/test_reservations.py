@@ -15,13 +15,12 @@ from arbiters_lab import (
     hold,
     holders,
     said,
-    say,
     states,
     three,
     two,
     until,
 )
-from hosts_lab import N1, N2, N3, Lab, device, held
+from hosts_lab import N1, N2, N3, Lab, device, held, say
 from simulated import failure, job
 from world import LIMITS
 
