@@ -151,6 +151,7 @@ class Daemon:
                 ),
                 ("ray", driver.around.ledgers.ray.look_for_ever()),
                 ("waiters", server.waiting.tell_for_ever()),
+                ("advice", server.advising.advise_for_ever()),
                 ("watchdog", self._feed_watchdog()),
                 ("reload", self._reload_for_ever(reloader, hangup)),
                 ("status line", self._show_for_ever(driver)),

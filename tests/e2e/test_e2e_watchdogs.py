@@ -88,7 +88,7 @@ def test_who_never_asked_is_known_by_its_environment_and_left_alone(
     assert asked.wait()["state"] == "held"
 
 
-def test_who_is_parked_for_longer_than_its_watchdog_waits_is_warned_once(host: Host) -> None:
+def test_who_is_parked_for_nearly_as_long_as_its_watchdog_waits_is_warned_once(host: Host) -> None:
     rank = holder(host, "1")
     rank.do("release")
     other = host.rank("b")
@@ -96,7 +96,7 @@ def test_who_is_parked_for_longer_than_its_watchdog_waits_is_warned_once(host: H
     mine = rank.start("acquire", groups="g1", timeout=60)
     (warned,) = until(lambda: host.events("watchdog"), "it is named")
     assert (warned["job"], warned["limit_s"]) == (own("a"), 1.0)
-    assert warned["parked_s"] >= 1.0
+    assert warned["parked_s"] >= 0.8
     until(lambda: "the daemon warns" in host.log.read_text(), "it is in the job's log")
     other.do("release")
     assert mine.wait()["restored"] is True

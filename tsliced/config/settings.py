@@ -114,6 +114,8 @@ class ServerLimits:
     max_buffered_bytes: int = ruled(256 << 20, least=4 << 20)
     #: A connect with a time-out fails at once when this queue of the kernel is full.
     backlog: int = ruled(4096, most=65_535)
+    #: A holder behind whom others have waited for so long is named, once for each job.
+    yield_warning_s: float = 600.0
     #: Processes whose death is watched or whose job is remembered; one descriptor each.
     max_processes: int = 65_536
 

@@ -10,7 +10,8 @@ Rules:
   far as can be told: a lease is not taken back for `max_hold_s`, and a process that never asked for
   a lease is not frozen. Who waits is told why, and it is looked at again.
 * What is not known threatens nobody: a watchdog that nobody reported, a group nobody else held.
-* A job that is parked for longer than its watchdog allows, of its own doing or not, is named once.
+* A job that is parked for nearly as long as its watchdog allows, of its own doing or not, is named
+  once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from tsliced.core.value import value
 MAX_HOLDS, MAX_MOVES = 32, 8
 #: Shorter holds are not worth their while to be remembered: no watchdog is so short, seconds.
 MIN_HOLD_S = 0.1
+
+#: A park is named when so much of a watchdog's time is over, while something can be done yet.
+NEAR = 0.8
 
 #: What somebody can do about a watchdog that is too short.
 _HELPS = (
@@ -205,18 +209,19 @@ class Watchdogs(Draining):
 
     def _set_clock(self, tenancy: Tenancy) -> None:
         if (watchdog := self.watchdog_of(tenancy)) is not None:
-            due = self.parked_at[tenancy.key] + watchdog.limit_s
+            due = self.parked_at[tenancy.key] + NEAR * watchdog.limit_s
             self.timers.set(TimerKey(TimerKind.WATCHDOG, tenancy.key), due)
 
     def on_watchdog_due(self, key: TenancyKey, now: float) -> None:
-        """A parked tenancy has been without its devices for as long as its watchdog waits."""
+        """A parked tenancy's watchdog will not wait for much longer."""
         tenancy = self.tenancies.all.get(key)
         watchdog = self.watchdog_of(tenancy) if tenancy is not None else None
         if tenancy is None or watchdog is None or not self._is_parked(tenancy):
             self.parked_at.pop(key, None)
             return
         parked_s, rank = now - self.parked_at[key], watchdog.rank
-        if parked_s < watchdog.limit_s:
+        # The same sum as for the clock: another way to reckon might differ from it for ever.
+        if now < self.parked_at[key] + NEAR * watchdog.limit_s:
             self._set_clock(tenancy)
             return
         # Once is enough.

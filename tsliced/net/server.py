@@ -75,6 +75,7 @@ from tsliced.driver import Driver
 from tsliced.host.backends.base import AgentAwayError
 from tsliced.host.membership import Membership
 from tsliced.net.adoption import adopt
+from tsliced.net.advising import Advising
 from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.client import Client, ask_all, ask_first, reach_all
@@ -152,6 +153,7 @@ class Server:
         self._inquiries = Inquiries(driver, status, operations, peers)
         self._tidings = Tidings(driver, told)
         self.waiting = Waiting(driver.machine, status.moving, self._tell)
+        self.advising = Advising(driver, self._tell, lambda: self.limits.yield_warning_s)
         self._shares = shares
         self._vault = vault
         self._connections: dict[Connection, None] = {}

@@ -13,6 +13,7 @@ from world import LIMITS
 from tsliced.core.actions import TellWarning
 from tsliced.core.events import GroupsObserved, WatchdogTold
 from tsliced.core.model import HostName, JobKey, LeaseId, ProcessId, RankState, SessionId
+from tsliced.core.watchdogs import NEAR
 
 A, B = job("a"), job("b")
 HELD_S = 50.0
@@ -93,10 +94,10 @@ def parked(lab: Lab, limit_s: float | None) -> tuple[LeaseId, SessionId, Process
     return lease, session, rank
 
 
-def test_a_job_that_is_parked_for_longer_than_a_watchdog_on_another_host_waits_is_named() -> None:
+def test_a_job_that_is_parked_for_nearly_as_long_as_a_watchdog_elsewhere_waits_is_named() -> None:
     lab = pair()
     lease, _, rank = parked(lab, 30.0)
-    lab.pass_time(29.0, step_s=0.5)
+    lab.pass_time(NEAR * 30.0 - 1, step_s=0.5)
     assert lab[N1].notes("watchdog") == []
     lab.pass_time(2.0, step_s=0.5)
     (note,) = lab[N1].notes("watchdog")
@@ -109,7 +110,7 @@ def test_a_job_that_is_parked_for_longer_than_a_watchdog_on_another_host_waits_i
 def test_a_watchdog_that_is_told_there_while_parked_counts_from_the_beginning() -> None:
     lab = pair()
     _, session, _ = parked(lab, None)
-    lab.pass_time(20.0, step_s=0.5)
+    lab.pass_time(NEAR * 30.0 - 10, step_s=0.5)
     tell(lab, N2, session, 30.0)
     lab.pass_time(9.0, step_s=0.5)
     assert lab[N1].notes("watchdog") == []
