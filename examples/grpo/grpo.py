@@ -72,6 +72,10 @@ class Rollout:
     log_probabilities: Tensor
     group: int
 
+    def to(self, device: str) -> Rollout:
+        """Returns the same on a device."""
+        return Rollout(self.tokens.to(device), self.log_probabilities.to(device), self.group)
+
 
 def roll_out(sampler: Policy, prompts: Tensor, group: int, draws: torch.Generator) -> Rollout:
     """Writes answers to (prompts, PROMPT) prompts, `group` to each."""

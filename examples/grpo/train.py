@@ -43,7 +43,6 @@ class Run:
     """All that a rank has on its device, and what it draws its prompts and samples from."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int) -> None:
-        torch.manual_seed(options.seed)
         self.policy = Policy(options.width)
         if options.lora:
             adapt(self.policy, options.lora)
@@ -126,14 +125,9 @@ def train(run: Run, ts: TimeSlice, step: PausableStep, steps: int) -> dict[str, 
 
 def main() -> None:
     """Trains a policy, and saves all that came of it."""
-    options = _parse()
+    options = options_of("python -m examples.grpo.train", main.__doc__)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        # Runs that are to be compared have to be repeatable at all.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    prepare(options)
     if ranks > 1:
         distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     ts = connect()
@@ -151,8 +145,19 @@ def main() -> None:
     ts.close()
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.grpo.train", description=main.__doc__)
+def prepare(options: argparse.Namespace) -> None:
+    """Makes what this process computes repeatable, so that runs can be compared."""
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def options_of(program: str, description: str | None) -> argparse.Namespace:
+    """Returns what the command line says."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--out", type=Path, required=True, help="where to save, rank by rank")
     parser.add_argument("--steps", type=int, default=30, help="of training (default 30)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (default 1)")

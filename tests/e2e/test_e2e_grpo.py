@@ -1,7 +1,7 @@
 """Real training runs that take turns (`examples/grpo`): they come to the same, to the bit.
 
-Three jobs share one group at the same time: one that moves all of its tensors, one of two ranks,
-and one that trains adapters and moves nothing else.
+Four of them share two groups at the same time: one that moves all of its tensors, one of two ranks,
+one of adapters that moves nothing else, and one whose sampler and trainer have groups apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness import REPOSITORY, Host, build_softcuda, own, path_with, until
 from examples.grpo.compare import differences, load
 from examples.grpo.grpo import Policy, adapt
 
-#: Eight processes import torch, half of them at a time.
+#: Twelve processes import torch, half of them at a time.
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 130.0
 
@@ -33,16 +33,24 @@ class Job:
     """How a job is started."""
 
     seed: int
+    program: str = "train"
     ranks: int = 1
     lora: int = 0
+    #: What its processes call their jobs, where that is not its own name.
+    ids: tuple[str, ...] = ()
 
 
-JOBS = {"whole": Job(seed=1), "ranks": Job(seed=2, ranks=2), "adapters": Job(seed=3, lora=LORA)}
+JOBS = {
+    "whole": Job(seed=1),
+    "ranks": Job(seed=2, ranks=2),
+    "adapters": Job(seed=3, lora=LORA),
+    "split": Job(seed=4, program="split", ids=("split-sampler", "split-trainer")),
+}
 
 
 @dataclass(frozen=True)
 class Story:
-    """What three jobs saved, alone and together, and what the daemon did meanwhile."""
+    """What the jobs saved, alone and together, and what the daemon did meanwhile."""
 
     alone: Mapping[str, list[Path]]
     together: Mapping[str, list[Path]]
@@ -53,7 +61,8 @@ class Story:
         return {
             event["bytes"]
             for event in self.events
-            if event["kind"] == "operation" and event["job"] == own(job) and event["verb"] == verb
+            if (event["kind"], event.get("verb")) == ("operation", verb)
+            and event["job"] in map(own, JOBS[job].ids or (job,))
         }
 
 
@@ -70,7 +79,11 @@ def start(name: str, directory: Path, environment: Mapping[str, str]) -> subproc
     }
     command = [
         *[sys.executable, *(torchrun if job.ranks > 1 else [])],
-        *["-m", "examples.grpo.train", *(f"--{key}={value}" for key, value in values.items())],
+        *[
+            "-m",
+            f"examples.grpo.{job.program}",
+            *(f"--{key}={value}" for key, value in values.items()),
+        ],
     ]
     with (directory / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
@@ -78,6 +91,7 @@ def start(name: str, directory: Path, environment: Mapping[str, str]) -> subproc
             env={
                 **environment,
                 "TSLICE_JOB_ID": name,
+                "TSLICE_GROUPS": "trainer=g1;sampler=g2",
                 "PYTHONPATH": path_with(REPOSITORY),
                 # (torch says that there is no numpy, which nobody here needs.)
                 "PYTHONWARNINGS": "ignore",
@@ -102,10 +116,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Runs all jobs without a daemon, and then again under one."""
     host = Host(
         build_softcuda(),
-        settings={
-            "daemon": {"backend": "examples.grpo.cpu_backend:CpuTorchBackend"},
-            "groups.g1": {"devices": ["0"]},
-        },
+        settings={"daemon": {"backend": "examples.grpo.cpu_backend:CpuTorchBackend"}},
     )
     started: list[subprocess.Popen[bytes]] = []
 
@@ -121,7 +132,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         host.ask("drain", groups=None, device=None, park=False, why="until all are there")
         directory = tmp_path_factory.mktemp("together")
         running = run(directory)
-        until(lambda: host.known_waiters() == set(map(own, JOBS)), "all are there", LIMIT_S)
+        everybody = {own(each) for name, job in JOBS.items() for each in job.ids or (name,)}
+        until(lambda: host.known_waiters() == everybody, "all are there", LIMIT_S)
         host.ask("undrain", groups=None, device=None)
         together = finish(running, directory)
         yield Story(alone, together, host.events())

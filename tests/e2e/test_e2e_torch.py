@@ -11,6 +11,8 @@ from harness import LIMIT_S, Host, MakeHost, Rank, own, until
 from raw_client import RawClient
 
 WIDTH = 512
+#: torch is imported, and the rest of it when a first step is taken.
+IMPORT_LIMIT_S = 90.0
 
 
 @pytest.fixture
@@ -21,8 +23,9 @@ def torch_host(make_host: MakeHost) -> Host:
 def trainer(host: Host, job: str, seed: int, *, managed: bool = True) -> Rank:
     """Starts a rank that has loaded its model in a first turn."""
     rank = host.rank(job, program="torch_rank.py")
+    rank.do("called", IMPORT_LIMIT_S)
     rank.do("acquire", groups="g1", timeout=30)
-    size = rank.do("load", width=WIDTH, seed=seed, managed=managed)
+    size = rank.do("load", IMPORT_LIMIT_S, width=WIDTH, seed=seed, managed=managed)
     assert size > 4 * WIDTH * WIDTH * 4, "weights, gradients and two moments"
     rank.do("release")
     return rank
@@ -89,6 +92,7 @@ def test_a_rank_that_can_move_nothing_is_pinned_and_who_waits_is_told_what_helps
 ) -> None:
     host = torch_host
     rank = host.rank("a", program="torch_rank.py")
+    rank.do("called", IMPORT_LIMIT_S)  # raw clients keep nothing alive while it imports torch
     with RawClient(host.socket) as silent, RawClient(host.socket) as waiter:
         silent.hello(job="a")
         lease = silent.ask("acquire", groups=["g1"])["lease"]
@@ -107,7 +111,7 @@ def test_a_rank_that_can_move_nothing_is_pinned_and_who_waits_is_told_what_helps
         assert pinned["job"] == own("a")
         assert "tslicectl retry" in pinned["way_out"]
         if lack == "managed tensors":
-            rank.do("load", width=WIDTH, seed=0)
+            rank.do("load", IMPORT_LIMIT_S, width=WIDTH, seed=0)
             subprocess.run(
                 [sys.executable, "-m", "tsliced.ctl", "retry", own("a")],
                 env=host.variables(),
