@@ -104,6 +104,7 @@ class Agent:
                 thread.start()
                 self._thread = thread
         elif self._caps != self._capabilities() and self._connection is not None:
+            self._known.clear()
             self._connection.fail("the agent has new capabilities to announce")
         else:
             self._wake()  # there may be a rank to make known
@@ -142,8 +143,9 @@ class Agent:
 
     def _capabilities(self) -> tuple[str, ...]:
         # Without a callback the daemon need not ask, and a freeze has one round trip less.
-        quiesces = self._callbacks.has(Pause, Resume)
-        return ("empty_cache", "quiesce", "tensors") if quiesces else ("empty_cache", "tensors")
+        quiesces = ("quiesce",) if self._callbacks.has(Pause, Resume) else ()
+        tensors = ("tensors",) if self._parking.tensors is not None else ()
+        return ("empty_cache", *quiesces, *tensors)
 
     # -- the thread
 
@@ -204,7 +206,8 @@ class Agent:
             if self.registered and not registered:
                 connection.request({"t": "register", "pid": None}, self._settings.reply_limit_s)
                 registered = True
-                self._known.set()
+                if self._caps == self._capabilities():
+                    self._known.set()
             while connection.notices:
                 self._handle(connection, connection.notices.popleft())
             if (news := self._session.watchdog_news()) is not None:

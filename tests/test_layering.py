@@ -45,6 +45,7 @@ RING_1 = (
     "driver",
     "exporting",
     "host",
+    "neighbours",
     "net",
     "observe",
     "rescue",

@@ -37,7 +37,8 @@ from tsliced.core.recovery import recover
 from tsliced.driver import Driver, Surroundings
 from tsliced.exporting import exporting, open_for_scrapes
 from tsliced.host.allocations import Allocations
-from tsliced.host.backends.base import Backend, BackendContext, cannot_measure, load_backend
+from tsliced.host.backends.base import Backend, BackendContext, cannot_measure
+from tsliced.host.backends.composite import make_backend
 from tsliced.host.descriptors import raise_limit
 from tsliced.host.device_access import DeviceAccess
 from tsliced.host.devices import Device, Devices, DevicesUnavailable
@@ -49,6 +50,7 @@ from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMa
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Fact, Log
+from tsliced.neighbours import Neighbourhood
 from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
@@ -206,7 +208,7 @@ class Daemon:
             settings=self.config.backends,
             measure=Measuring(devices).bytes_of if devices is not None else cannot_measure,
         )
-        backend = load_backend(daemon.backend, context)
+        backend = make_backend(self.config.ways(), context)
         await backend.start()
         stack.push_async_callback(backend.close)
         inheritance, sock = self._open_socket(stack)
@@ -313,7 +315,7 @@ class Daemon:
         authority = make_authority(config, groups)
         server = self._make_server(driver, authority, inventory, base, allocations)
         driver.clients = server
-        base.backend.meet(server)
+        self._introduce(base.backend, driver, server)
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
         driver.post(Started())
@@ -338,6 +340,13 @@ class Daemon:
             make_authority=make_authority,
         )
         return driver, server, reloader
+
+    def _introduce(self, backend: Backend, driver: Driver, server: Server) -> None:
+        """Tell the backend whom it may ask."""
+        margin_bytes = self.config.memory.device_margin_bytes
+        backend.meet(server)
+        scanner = driver.around.scanner
+        backend.join(Neighbourhood(driver.machine, scanner, margin_bytes=margin_bytes))
 
     async def _open_devices(
         self, stack: contextlib.AsyncExitStack
@@ -431,7 +440,7 @@ class Daemon:
             machine=driver.machine,
             scanner=around.scanner,
             inventory=inventory,
-            backend=config.daemon.backend,
+            backend=str(config.ways()),
             memory=HostMemory(),
             reserved_bytes=around.ledgers.host.promised,
             moves=around.moves,

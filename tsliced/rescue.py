@@ -31,7 +31,8 @@ from tsliced.ctl.failures import (
     CommandError,
 )
 from tsliced.ctl.output import NOTHING, print_json, printable, say, size, table
-from tsliced.host.backends.base import BackendContext, BackendError, load_backend
+from tsliced.host.backends.base import BackendContext, BackendError
+from tsliced.host.backends.composite import make_backend
 from tsliced.host.devices import Devices, DevicesUnavailable
 from tsliced.host.journal import (
     Journal,
@@ -77,7 +78,7 @@ async def _rescue(options: argparse.Namespace, config: Config) -> list[Case]:
         if journal is not None:
             stack.callback(journal.close)
         nvml = Devices(config.daemon.nvml_library, timeout_s=config.scan.nvml_timeout_s)
-        backend = load_backend(config.daemon.backend, _context(directory, config, nvml))
+        backend = make_backend(config.ways(), _context(directory, config, nvml))
         devices = nvml if backend.seen_by_nvml and not options.force else None
         if devices is not None:
             await devices.start()

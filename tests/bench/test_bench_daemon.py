@@ -20,7 +20,7 @@ def test_the_configuration_says_where_things_are_and_leaves_the_rest_at_its_defa
     path.write_text(config_text(tmp_path / "sock", tmp_path / "state", BACKEND))
     config = load(str(path))
     assert config.warnings == ()
-    assert config.daemon.backend == BACKEND
+    assert config.daemon.backend == (BACKEND,)
     assert sorted(group.name for group in config.groups) == sorted(group_names())
     assert len({group.devices for group in config.groups}) == DEVICES
     assert {key.split(".")[0] for key in config.origins} == {"daemon", "groups"}

@@ -33,7 +33,7 @@ def ts(daemon: FakeDaemon) -> Iterator[TimeSlice]:
 def test_registering_makes_a_rank_and_starts_an_agent(daemon: FakeDaemon, ts: TimeSlice) -> None:
     assert ts.register() == ("n1",)
     assert daemon.last("register")["pid"] is None
-    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "tensors")])
+    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache",)])
     assert daemon.last("hello")["job"] == "j"
     assert daemon.ask_agent({"t": "empty_cache"}) == {"re": 1, "bytes": 0}
     assert threading.active_count() >= 2
@@ -43,7 +43,7 @@ def test_an_agent_quiesces_and_resumes_by_its_callbacks(daemon: FakeDaemon, ts: 
     heard: list[object] = []
     ts.on_pause(heard.append)
     ts.on_resume(heard.append)
-    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce", "tensors")])
+    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce")])
     assert daemon.ask_agent({"t": "quiesce", "groups": ["n1"], "timeout_s": 5.0}) == {"re": 1}
     assert daemon.ask_agent({"t": "resume", "groups": ["n1"]}) == {"re": 2}
     assert heard == [Pause(groups=("n1",), timeout_s=5.0), Resume(groups=("n1",))]
@@ -53,9 +53,9 @@ def test_capabilities_that_come_later_are_announced_on_a_new_connection(
     daemon: FakeDaemon, ts: TimeSlice
 ) -> None:
     ts.on_contended(lambda contended: None)
-    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "tensors")])
+    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache",)])
     ts.on_pause(lambda pause: None)
-    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce", "tensors")])
+    daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce")])
 
 
 def test_a_callback_that_fails_is_the_answer_and_not_the_end(

@@ -111,7 +111,7 @@ def test_acquire_release_status_register_and_notices(run: Callable[..., None]) -
         assert daemon.last("progress")["fields"] == {"step": 1, "loss": 0.5}
         assert daemon.last("queue")["depth"] == 3
         assert await ts.register() == ("n1",)
-        await until(daemon, lambda: daemon.agent_caps() == [("empty_cache", "tensors")])
+        await until(daemon, lambda: daemon.agent_caps() == [("empty_cache",)])
 
     run(main)
 

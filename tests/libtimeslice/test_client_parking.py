@@ -83,10 +83,12 @@ def test_a_process_that_manages_tensors_is_known_as_a_rank_when_that_returns(
     daemon: FakeDaemon, ts: TimeSlice
 ) -> None:
     manage(ts, torch.ones(10))
-    assert daemon.count("register") == 1
-    assert daemon.agent_caps() == [("empty_cache", "quiesce", "tensors")]
+    (caps,) = daemon.agent_caps()
+    assert caps == ("empty_cache", "quiesce", "tensors")
+    known = daemon.count("register")
+    assert known > 0
     ts.torch.manage(torch.ones(5))
-    assert daemon.count("register") == 1
+    assert daemon.count("register") == known
     assert ts.torch.bytes == 60
 
 

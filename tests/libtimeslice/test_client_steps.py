@@ -168,7 +168,7 @@ def test_device_work_that_fails_stops_the_move() -> None:
 def test_the_daemon_pauses_and_resumes_the_steps_of_a_client(daemon: FakeDaemon) -> None:
     with connect(daemon.path, job="j") as ts:
         step = ts.pausable_step()
-        daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce", "tensors")])
+        daemon.wait_until(lambda: daemon.agent_caps() == [("empty_cache", "quiesce")])
         with step:
             quiesce = {"t": "quiesce", "groups": ["n1"], "timeout_s": 0.05, "move": 1}
             assert "TimeoutError" in daemon.ask_agent(quiesce)["err"]["message"]

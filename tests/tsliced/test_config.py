@@ -531,6 +531,7 @@ EXAMPLES = {
     "hosts",
     "listen",
     "munge_socket",
+    "backend",
     "engines",
     "credentials_file",
     "freeze",

@@ -89,6 +89,37 @@ def test_a_table_of_a_backend_from_elsewhere_is_kept_as_it_is(main: Path) -> Non
     assert load(copy) == config
 
 
+def test_the_ways_of_ranks_are_named_for_the_host_for_groups_and_for_jobs(main: Path) -> None:
+    config = load_text(
+        main,
+        """
+        [daemon]
+        backend = "cuda"
+        [groups.g1]
+        devices = ["0"]
+        backend = ["endpoint+cuda", "my.module:Backend"]
+        [groups.g2]
+        devices = ["1"]
+        [jobs."exp*"]
+        backend = "torch"
+        """,
+    )
+    assert config.warnings == ()
+    ways = config.ways()
+    assert ways.default == (("cuda",),)
+    assert ways.groups == {"g1": (("endpoint", "cuda"), ("my.module:Backend",))}
+    assert ways.jobs == (("exp*", (("torch",),)),)
+    copy = main.with_name("copy.toml")
+    copy.write_text(describe(config))
+    assert load(copy) == config
+
+
+@pytest.mark.parametrize("text", ['"CUDA"', '["a+b+c"]', '["torch", "+cuda"]', "7", "[]", "[true]"])
+def test_what_is_no_way_is_refused(main: Path, text: str) -> None:
+    (problem,) = problems_of(main, f"[daemon]\nbackend = {text}\n")
+    assert problem.key == "daemon.backend"
+
+
 def test_a_table_that_no_backend_reads_is_warned_of(main: Path) -> None:
     (warning,) = load_text(main, "[backends.comand]\nx = 1\n").warnings
     assert "did you mean command?" in warning

@@ -66,12 +66,24 @@ def test_what_needs_a_restart_stays_and_is_named_and_the_rest_is_new(tmp_path: P
     assert without_restart(old, old) == (old, ())
 
 
+def test_other_backends_of_groups_and_jobs_wait_for_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    text = '[groups.a]\ndevices = ["0"]\nbackend = "cuda"\n[jobs.x]\nbackend = ["{}"]\n'
+    old = read(path, text.format("cli"))
+    new = read(path, text.format("torch").replace('"cuda"', '"cli"\nmax_hold_s = 60'))
+    taken, waiting = without_restart(old, new)
+    assert waiting == ("jobs", "groups.a.backend")
+    assert changed_keys(old, taken) == ("groups.a",)
+    assert taken.groups[0].max_hold_s == 60
+    assert str(taken.ways()) == str(old.ways()) != str(new.ways())
+
+
 def test_the_sample_says_of_each_key_whether_it_needs_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "t"
     old = read(path, "")
     section = ""
     for line in SAMPLE.read_text().splitlines():
-        if match := re.fullmatch(r"#?\[([a-z.]+)\]", line):
+        if match := re.fullmatch(r"#?\[(.+)\]", line):
             section = match[1]
         match = re.fullmatch(r"#([a-z_]+) = (.+?)(  # \(restart\))?", line)
         if match is None or not hasattr(old, section):

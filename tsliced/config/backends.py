@@ -7,7 +7,7 @@ registers gets its table as it is, and checks it itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
@@ -168,8 +168,8 @@ class Mistake(NamedTuple):
     text: str
 
 
-def check_backends(settings: BackendSettings, chosen: str) -> Iterator[Mistake]:
-    """Yield what single values cannot show; `chosen` is the backend that is used."""
+def check_backends(settings: BackendSettings, chosen: Collection[str]) -> Iterator[Mistake]:
+    """Yield what single values cannot show; `chosen` are the backends that are used."""
     for entry in settings.endpoint.engines:
         pattern, equals, engine = entry.partition("=")
         if not equals or not pattern:
@@ -182,8 +182,8 @@ def check_backends(settings: BackendSettings, chosen: str) -> Iterator[Mistake]:
     for name in ("freeze", "snapshot", "restore", "thaw", "state"):
         yield from _check_program(name, getattr(settings.command, name))
         is_needed = name in ("snapshot", "restore", "state")
-        if chosen == "command" and is_needed and not getattr(settings.command, name):
-            yield Mistake(f"command.{name}", 'daemon.backend = "command" needs this program')
+        if "command" in chosen and is_needed and not getattr(settings.command, name):
+            yield Mistake(f"command.{name}", 'the backend "command" needs this program')
 
     if bool(settings.command.freeze) != bool(settings.command.thaw):
         yield Mistake("command.freeze", "freeze and thaw are given both, or neither")

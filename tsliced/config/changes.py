@@ -61,7 +61,21 @@ def without_restart(old: Config, new: Config) -> tuple[Config, tuple[str, ...]]:
     }
     if new.backends != old.backends:
         waiting.append("backends")
-    return replace(new, limits=limits, backends=old.backends, **sections), tuple(waiting)
+    if new.jobs != old.jobs:
+        waiting.append("jobs")
+    before = {group.name: group.backend for group in old.groups}
+    groups = tuple(
+        replace(group, backend=before.get(group.name, group.backend)) for group in new.groups
+    )
+    waiting += [
+        f"groups.{kept.name}.backend"
+        for kept, group in zip(groups, new.groups, strict=True)
+        if kept != group
+    ]
+    config = replace(
+        new, limits=limits, backends=old.backends, jobs=old.jobs, groups=groups, **sections
+    )
+    return config, tuple(waiting)
 
 
 def changed_keys(old: Config, new: Config) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from tsliced.config.settings import (
     DaemonSettings,
     GroupSettings,
     HistorySettings,
+    JobSettings,
     Limits,
     MemorySettings,
     MetricsSettings,
@@ -110,7 +111,7 @@ def _files(path: Path, *, optional: bool) -> Iterator[Path]:
 
 
 def _read(reader: Reader) -> Config:
-    reader.expect((), [*_SECTIONS, "groups", "limits", "backends"])
+    reader.expect((), [*_SECTIONS, "groups", "jobs", "limits", "backends"])
     sections: dict[str, Any] = {}
     for name, kind in _SECTIONS.items():
         sections[name] = reader.section((name,), kind)
@@ -119,13 +120,18 @@ def _read(reader: Reader) -> Config:
     if not daemon.host:
         sections["daemon"] = replace(daemon, host=socket.gethostname())
     groups = tuple(_read_group(reader, name) for name in reader.table(("groups",)))
+    jobs = tuple(_read_job(reader, name) for name in reader.table(("jobs",)))
     limits = _read_limits(reader, sections["memory"])
-    backends = _read_backends(reader, sections["daemon"].backend)
+    named = [sections["daemon"], *groups, *jobs]
+    backends = _read_backends(
+        reader, {n for one in named for way in one.backend for n in way.split("+")}
+    )
     origins = {".".join(key): origin for key, origin in reader.origins.items()}
     warnings = tuple(map(str, reader.unknown))
     return Config(
         **sections,
         groups=groups,
+        jobs=jobs,
         limits=limits,
         backends=backends,
         warnings=warnings,
@@ -133,11 +139,9 @@ def _read(reader: Reader) -> Config:
     )
 
 
-def _read_backends(reader: Reader, chosen: str) -> BackendSettings:
+def _read_backends(reader: Reader, chosen: Collection[str]) -> BackendSettings:
     path = ("backends",)
-    others = [name for name in registered_backends() if name not in OWN_TABLES]
-    known = [*OWN_TABLES, *others]
-    reader.expect(path, known if chosen in known else [*known, chosen])
+    reader.expect(path, dict.fromkeys([*OWN_TABLES, *registered_backends(), *sorted(chosen)]))
     own = {}
     for name, kind in OWN_TABLES.items():
         reader.expect((*path, name), _names(kind))
@@ -177,6 +181,12 @@ def _read_group(reader: Reader, name: str) -> GroupSettings:
     return group
 
 
+def _read_job(reader: Reader, name: str) -> JobSettings:
+    path = ("jobs", name)
+    reader.expect(path, [known for known in _names(JobSettings) if known != "name"])
+    return reader.section(path, JobSettings, fixed={"name": name})
+
+
 def _mistake_in(devices: str) -> str | None:
     try:
         parse_devices(devices)
@@ -212,7 +222,10 @@ def _cross_checks(config: Config) -> Iterator[Problem]:
         if is_set and getattr(server, part) > getattr(server, whole):
             text = f"{getattr(server, part)} is more than {whole}, {getattr(server, whole)}"
             yield _problem(config, f"limits.{part}", text)
-    for mistake in check_backends(config.backends, config.daemon.backend):
+    if not config.daemon.backend:
+        yield _problem(config, "daemon.backend", "at least one backend has to be named")
+        return
+    for mistake in check_backends(config.backends, config.ways().names()):
         yield _problem(config, f"backends.{mistake.key}", mistake.text)
     yield from check_peers(config)
     yield from check_hosts(config)
@@ -247,6 +260,9 @@ def describe(config: Config) -> str:
         # A name may hold dots, which would make tables of it.
         lines += ["", f"[groups.{json.dumps(group.name)}]"]
         lines += _describe_fields(config, ("groups", group.name), group)
+    for job in config.jobs:
+        lines += ["", f"[jobs.{json.dumps(job.name)}]"]
+        lines += _describe_fields(config, ("jobs", job.name), job)
     return "\n".join(lines) + "\n"
 
 

@@ -69,9 +69,11 @@ class Rule:
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    #: A text must match it whole; `meaning` says in words what it asks for.
+    #: A text, or each of an array, must match it whole; `meaning` says in words what it asks for.
     pattern: str = ""
     meaning: str = ""
+    #: An array of one text may be written as that text.
+    may_be_one: bool = False
 
 
 def ruled(default: Any, **rule: Any) -> Any:
@@ -267,7 +269,7 @@ def convert(value: object, hint: Any, rule: Rule, *, is_size: bool = False) -> A
             raise ValueError(f"{value!r} is not allowed: it must be true or false")
         return value
     if typing.get_origin(hint) is tuple:
-        return tuple(_texts(value))
+        return tuple(_texts([value] if rule.may_be_one and isinstance(value, str) else value, rule))
     if hint is str:
         return _text(value, rule)
     if is_size and isinstance(value, str):
@@ -275,13 +277,13 @@ def convert(value: object, hint: Any, rule: Rule, *, is_size: bool = False) -> A
     return _number(value, hint, rule)
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(value: object, rule: Rule) -> Iterator[str]:
     if not isinstance(value, list):
         raise ValueError(f'{value!r} is not allowed: it must be an array such as ["a", "b"]')
     for item in value:
         if isinstance(item, bool) or not isinstance(item, str | int):
             raise ValueError(f"{item!r} is not allowed: each item must be a text or a whole number")
-        yield str(item)
+        yield _text(str(item), rule)
 
 
 def _text(value: object, rule: Rule) -> str:

@@ -11,13 +11,15 @@ from typing import Final
 
 from tsliced.config.backends import BackendSettings
 from tsliced.config.reader import Origin, Rule, ruled
-from tsliced.core.model import CoreLimits
+from tsliced.config.ways import WAY_MEANING, WAY_PATTERN, Ways, parse_way
+from tsliced.core.model import CoreLimits, GroupName
 
 _NAME_RULE: Final = {
     "pattern": r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?",
     "meaning": "a host name: letters, digits, . and -",
 }
 _PATH_RULE: Final = {"pattern": r"/[^\0]*", "meaning": "an absolute path"}
+_WAYS_RULE: Final = {"pattern": WAY_PATTERN, "meaning": WAY_MEANING, "may_be_one": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +43,10 @@ class DaemonSettings:
     #: Left out: the system's libnvidia-ml.so.1 and libcuda.so.1.
     nvml_library: str | None = ruled(None, **_PATH_RULE)
     cuda_library: str | None = ruled(None, **_PATH_RULE)
-    #: What snapshots a rank unless its job asks for another: an entry of ``tsliced.backends``, or
-    #: a class as ``module:Class``.
-    backend: str = ruled(
-        "cuda",
-        pattern=r"[a-z][a-z0-9_-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*",
-        meaning="the name of a backend, or module:Class",
-    )
+    #: What moves a rank, unless its group or job has backends of its own: the first of these that
+    #: finds something to move in it. Each is an entry of ``tsliced.backends``, or a class as
+    #: ``module:Class``, or two, as ``torch+cuda``: the second moves what the first one leaves.
+    backend: tuple[str, ...] = ruled(("endpoint+cuda", "torch+cuda", "cuda"), **_WAYS_RULE)
     loop: str = ruled("auto", choices=("auto", "uvloop", "asyncio"))
     #: After a request the daemon stays awake for so many microseconds, and answers a client that
     #: goes on at once in half the time. 0: never.
@@ -86,6 +85,17 @@ class GroupSettings:
     max_hold_s: float | None = None
     #: A lease over several groups reserves them in this order; left out: after the others.
     order: int | None = ruled(None, least=0)
+    #: What moves ranks on its devices; left out: ``daemon.backend``.
+    backend: tuple[str, ...] = ruled((), **_WAYS_RULE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """``[jobs.NAME]``: what holds for jobs whose id fits a name with ``*`` and ``?``."""
+
+    name: str
+    #: What moves their ranks; left out: what their groups have.
+    backend: tuple[str, ...] = ruled((), **_WAYS_RULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +283,7 @@ class Config:
 
     daemon: DaemonSettings
     groups: tuple[GroupSettings, ...] = ()
+    jobs: tuple[JobSettings, ...] = ()
     limits: Limits = field(default_factory=Limits)
     memory: MemorySettings = field(default_factory=MemorySettings)
     scan: ScanSettings = field(default_factory=ScanSettings)
@@ -287,6 +298,20 @@ class Config:
     files: tuple[str, ...] = field(default=(), compare=False)
     #: Where each value that is not a default was set, by its dotted key.
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+
+    def ways(self) -> Ways:
+        """Return which backends move whose ranks."""
+        return Ways(
+            default=tuple(map(parse_way, self.daemon.backend)),
+            groups={
+                GroupName(group.name): tuple(map(parse_way, group.backend))
+                for group in self.groups
+                if group.backend
+            },
+            jobs=tuple(
+                (job.name, tuple(map(parse_way, job.backend))) for job in self.jobs if job.backend
+            ),
+        )
 
     def origin(self, *path: str) -> Origin:
         """Return where a value was set."""

@@ -207,6 +207,8 @@ class FoundRank:
     watchdog_s: float | None = None
     #: PARKED: the driver said so of a process that nothing is known of any more.
     state: RankState = RankState.RUNNING
+    #: A freeze lets it end what it is at, for which the job's other ranks may have to run.
+    drains: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

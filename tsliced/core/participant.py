@@ -202,6 +202,7 @@ class Participant:
                 bytes_on=found.bytes_on,
                 state=found.state,
                 watchdog_s=found.watchdog_s,
+                drains=found.drains,
             )
             self.ranks[found.process] = rank
             return [rank.record(self.tenancy)]
@@ -209,6 +210,7 @@ class Participant:
         if rank.state is RankState.PARKED or rank.operation is not None:
             return []
         grown = not found.devices <= rank.devices
+        rank.drains = found.drains or rank.drains
         rank.devices |= found.devices
         if found.device_bytes:
             rank.device_bytes, rank.bytes_on = found.device_bytes, found.bytes_on
@@ -285,7 +287,7 @@ class Participant:
             self.quiesced = True
             return [self._run_hooks(order, now, quiesce=True)]
         # Serially: the first freeze waits for its collective, the next ones fall just after it.
-        for rank in self._in_state(RankState.RUNNING):
+        for rank in self._to_freeze():
             return self._start(rank, Verb.FREEZE, now)
         if Step.RESCAN not in self._done:
             return [self._scan(order, Step.RESCAN, now)]
@@ -293,7 +295,7 @@ class Participant:
 
     def _toward_off(self, order: Order, now: float) -> list[Effect]:
         # A rank that came while the others were being snapshotted is taken along.
-        for rank in self._in_state(RankState.RUNNING):
+        for rank in self._to_freeze():
             return self._start(rank, Verb.FREEZE, now)
         frozen = self._in_state(RankState.FROZEN)
         if self._short_of_host_memory(frozen):
@@ -357,13 +359,17 @@ class Participant:
             rank=rank.id,
             tenancy=self.tenancy,
             verb=verb,
-            timeout_s=self._freeze_timeout_s() if verb is Verb.FREEZE else None,
+            timeout_s=self._freeze_timeout_s(rank) if verb is Verb.FREEZE else None,
         )
         return [start] if verb is Verb.QUERY else [rank.record(self.tenancy), start]
 
-    def _freeze_timeout_s(self) -> float:
+    def _to_freeze(self) -> list[Rank]:
+        """Return the ranks that run; those that drain come first, while the others run for them."""
+        return sorted(self._in_state(RankState.RUNNING), key=lambda rank: not rank.drains)
+
+    def _freeze_timeout_s(self, rank: Rank) -> float:
         limits = self.limits
-        if not self._in_state(RankState.FROZEN):
+        if rank.drains or not self._in_state(RankState.FROZEN):
             # Its peers run, and end what it waits for.
             return limits.freeze_timeout_s
         return min(limits.freeze_timeout_s, limits.peer_freeze_timeout_s)
@@ -378,7 +384,7 @@ class Participant:
     def _scan(self, order: Order, step: Step, now: float) -> Effect:
         self._scans += 1
         parked = self._in_state(RankState.PARKED) if order.goal is Goal.OFF else []
-        allowed = self._allowed_residue(parked)
+        allowed = self.allowed_residue(parked)
         return ScanGroups(
             op=self._begin(order, step, now),
             tenancy=self.tenancy,
@@ -471,7 +477,7 @@ class Participant:
                 of_owner[device] = of_owner.get(device, 0) + more
         for rank in parked:
             residue = tuple(sorted(left[rank.id.process].items()))
-            count, allowed = sum(size for _, size in residue), self._allowed_residue([rank])
+            count, allowed = sum(size for _, size in residue), self.allowed_residue([rank])
             if count > allowed:
                 text = (
                     f"{count:,} bytes are still on its devices after the snapshot, and no more "
@@ -484,7 +490,7 @@ class Participant:
                 out.append(rank.record(self.tenancy))
         return out
 
-    def _allowed_residue(self, parked: list[Rank]) -> int:
+    def allowed_residue(self, parked: list[Rank]) -> int:
         """Return how much each of some ranks may leave behind: never what would be no snapshot."""
         halves = (rank.device_bytes // 2 for rank in parked)
         return min([self.limits.max_residue_bytes, *halves])

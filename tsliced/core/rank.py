@@ -53,6 +53,8 @@ class Rank:
     residue: tuple[tuple[DeviceId, int], ...] = ()
     #: How long a watchdog in it waits, by what it was started with; None: not known.
     watchdog_s: float | None = None
+    #: It is frozen before those that do not: see `FoundRank`.
+    drains: bool = False
 
     @property
     def is_or_comes_on(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tsliced.core.model import DeviceId
 from tsliced.doctor.findings import Finding, fault, good, unknown, warning
@@ -90,10 +90,11 @@ def check_clocks(
     return found or [good("clocks", "no device is slowed down")]
 
 
-def check_api(backend: str, library: str | None) -> list[Finding]:
-    """Look whether the driver's library has the calls that the backend makes."""
-    if backend != "cuda":
-        return [good("api", f"backend {backend} needs no checkpoint calls of the driver")]
+def check_api(backends: Collection[str], library: str | None) -> list[Finding]:
+    """Look whether the driver's library has the calls that the backends make."""
+    if "cuda" not in backends:
+        needs = f"no checkpoint calls of the driver are needed for {', '.join(backends)}"
+        return [good("api", needs)]
     try:
         done = subprocess.run(
             [sys.executable, "-c", _LIBRARY_PROGRAM, library or ""],

@@ -133,7 +133,7 @@ def _of_devices(config: Config, seen: _Seen) -> Iterator[Finding]:
         yield from devices.check_driver(seen.inventory, seen.problems)
         yield from devices.check_modes(seen.inventory)
         yield from devices.check_clocks(seen.inventory, seen.health)
-    yield from devices.check_api(config.daemon.backend, config.daemon.cuda_library)
+    yield from devices.check_api(config.ways().names(), config.daemon.cuda_library)
 
 
 # --- the host and its jobs ------------------------------------------------------------------------
@@ -171,5 +171,5 @@ def _of_jobs(config: Config, seen: _Seen, answers: _Answers) -> Iterator[Finding
     except OSError as exc:
         yield unknown("nccl", f"processes cannot be looked at: {exc}", "run this as root")
         return
-    yield from jobs.check_nccl(environments, config.daemon.backend)
+    yield from jobs.check_nccl(environments, config.ways().names())
     yield from jobs.check_torch(environments)

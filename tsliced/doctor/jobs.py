@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from libtimeslice.environment import nccl_heartbeat_s
@@ -18,12 +18,14 @@ _TORCH_HEARTBEAT_S: Final = 480.0
 _OTHER_SAVERS: Final = ("torch_memory_saver", "vGPU-NVIDIA", "libnvshare")
 
 
-def check_nccl(environments: Mapping[int, Mapping[str, str] | None], backend: str) -> list[Finding]:
+def check_nccl(
+    environments: Mapping[int, Mapping[str, str] | None], backends: Collection[str]
+) -> list[Finding]:
     """Look whether NCCL was told to leave alone what cannot be moved; environments by pid."""
     found = []
     unseen = [pid for pid, values in environments.items() if values is None]
     several = {pid: v for pid, v in environments.items() if v is not None and _is_one_of_several(v)}
-    for name in _NCCL_OFF if backend in ("cuda", "cli") else ():
+    for name in () if {"cuda", "cli"}.isdisjoint(backends) else _NCCL_OFF:
         wrong = [pid for pid, values in several.items() if values.get(name) != "0"]
         if wrong:
             text = f"{name} is not 0 in {_text(wrong)}, which may not be snapshotted"

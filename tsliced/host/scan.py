@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from tsliced.core.actions import ScanGroups
@@ -73,6 +74,11 @@ class Scanner:
         """Know a process as a rank, whether or not NVML lists it."""
         self._registered[process] = (job, frozenset(groups))
 
+    def registered_groups(self, process: ProcessId) -> tuple[GroupName, ...]:
+        """Return the groups that a process was registered for; none if it was not."""
+        _, groups = self._registered.get(process, (None, frozenset[GroupName]()))
+        return tuple(sorted(groups))
+
     def forget(self, process: ProcessId) -> None:
         """A process is gone."""
         self._registered.pop(process, None)
@@ -93,9 +99,15 @@ class Scanner:
                 break
             before = left
             await asyncio.sleep(GONE_POLL_S)
-        if self._backend.seen_by_nvml:
+        found += await self._hidden_on(scan.tenancy, {each.process for each in found})
+        return tuple([await self._weighed(each) for each in found])
+
+    async def _weighed(self, found: FoundRank) -> FoundRank:
+        """Return a rank with what its backend says of its freeze."""
+        if found.job is None:
             return found
-        return found + self._registered_on(scan.tenancy)
+        self._backend.belongs(found.process, found.job)
+        return replace(found, drains=True) if await self._backend.drains(found.process) else found
 
     async def forgotten(
         self, tenancy: TenancyKey, known: Collection[ProcessId], *, host: HostName
@@ -249,20 +261,28 @@ class Scanner:
         """Return this host's devices of groups, some of which may have none here."""
         return [device for group in groups for device in self._devices_of.get(group, ())]
 
-    def _registered_on(self, tenancy: TenancyKey) -> tuple[FoundRank, ...]:
+    async def _hidden_on(
+        self, tenancy: TenancyKey, listed: Collection[ProcessId]
+    ) -> tuple[FoundRank, ...]:
+        """Return the ranks that registered and that NVML would not list."""
         devices = frozenset(self._devices_on(tenancy.groups))
         if not devices:
             return ()
         return tuple(
-            FoundRank(
-                process=process,
-                job=job,
-                devices=devices,
-                device_bytes=0,
-                uid=job.uid,
-            )
-            for process, (job, groups) in self._registered.items()
-            if job == tenancy.job and not groups.isdisjoint(tenancy.groups)
+            [
+                FoundRank(
+                    process=process,
+                    job=job,
+                    devices=devices,
+                    device_bytes=0,
+                    uid=job.uid,
+                )
+                for process, (job, groups) in tuple(self._registered.items())
+                if job == tenancy.job
+                and not groups.isdisjoint(tenancy.groups)
+                and process not in listed
+                and await self._backend.is_hidden(process)
+            ]
         )
 
 

@@ -574,13 +574,19 @@ class Server:
         clients = [
             client
             for client in self._clients.values()
-            if client.peer.process == process and client.moves_tensors is not False
+            if client.peer.process == process and self._may_move_tensors(client)
         ]
-        # Who is away may have been followed by another one, and of those who have not come back
-        # since a restart it is not known who is the agent.
+        # Who is away may have been followed by another one.
         clients.sort(key=lambda client: (client.connection is None, not client.moves_tensors))
         answer = await ask_first(clients, message, limit_s)
         if answer is not None:
             return answer.fields
         what = "its agent is away or did not answer" if clients else "it has no agent"
         raise AgentAwayError(f"{what} (process {process.pid})", never_came=not clients)
+
+    def _may_move_tensors(self, client: Client) -> bool:
+        if client.moves_tensors is not None:
+            return client.moves_tensors
+        # It has not come back since a restart, which agents do by themselves, and soon.
+        session = self._driver.machine.leasing.sessions.get(client.session)
+        return session is not None and session.agent

@@ -94,6 +94,16 @@ def test_restored_looks_at_the_devices_reserves_room_and_restores() -> None:
     assert lab.ended(3, P1, FROZEN) == [lab.at()]
 
 
+def test_those_that_drain_are_frozen_while_the_others_run_and_have_the_time_for_it() -> None:
+    lab = Lab()
+    lab.order(Goal.FROZEN)
+    second, third = (replace(found(process), drains=True) for process in (P2, P3))
+    lab.scanned(1, found(P1), found(P2), second, third)
+    assert lab.reserved(2) == lab.start(3, P2, Verb.FREEZE)
+    assert lab.ended(3, P2, FROZEN) == lab.start(4, P3, Verb.FREEZE)
+    assert lab.ended(4, P3, FROZEN) == lab.start(5, P1, Verb.FREEZE, peer_frozen=True)
+
+
 def test_on_thaws_all_at_once() -> None:
     lab = Lab()
     lab.rank(P1, FROZEN)

@@ -104,11 +104,13 @@ def test_devices_that_are_slowed_down_are_named() -> None:
 
 def test_the_drivers_library_is_loaded_and_asked_for_its_version(softcuda_build: Path) -> None:
     library = str(softcuda_build / "libcuda.so.1")
-    only(devices.check_api("cuda", library), Verdict.GOOD, "CUDA 13.0")
-    only(devices.check_api("cuda", "/nowhere/libcuda.so.1"), Verdict.FAULT, "/nowhere/libcuda.so.1")
+    only(devices.check_api(["cuda"], library), Verdict.GOOD, "CUDA 13.0")
+    only(
+        devices.check_api(["cuda"], "/nowhere/libcuda.so.1"), Verdict.FAULT, "/nowhere/libcuda.so.1"
+    )
     nvml = str(softcuda_build / "libnvidia-ml.so.1")
-    only(devices.check_api("cuda", nvml), Verdict.FAULT, "is not the CUDA driver")
-    only(devices.check_api("torch", None), Verdict.GOOD)
+    only(devices.check_api(["cuda"], nvml), Verdict.FAULT, "is not the CUDA driver")
+    only(devices.check_api(["torch"], None), Verdict.GOOD)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -229,15 +231,15 @@ PATIENT = {**RANK, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "36000"}
 
 
 def test_nccl_must_be_told_of_each_rank_of_several() -> None:
-    only(jobs.check_nccl({1: RANK, 2: {"WORLD_SIZE": "1"}}, "cuda"), Verdict.GOOD)
+    only(jobs.check_nccl({1: RANK, 2: {"WORLD_SIZE": "1"}}, ["cuda"]), Verdict.GOOD)
     wrong = {1: RANK, 2: {**RANK, "NCCL_NVLS_ENABLE": "1"}, 3: {"WORLD_SIZE": "2"}}
-    found = jobs.check_nccl(wrong, "cuda")
+    found = jobs.check_nccl(wrong, ["cuda"])
     assert [f.verdict for f in found] == [Verdict.WARNING] * 2
     assert "NCCL_CUMEM_ENABLE is not 0 in process 3" in found[0].text
     assert "NCCL_NVLS_ENABLE is not 0 in process 2, 3" in found[1].text
-    only(jobs.check_nccl(wrong, "torch"), Verdict.GOOD)
-    only(jobs.check_nccl({1: None}, "cuda"), Verdict.UNKNOWN, "process 1", "root")
-    only(jobs.check_nccl({}, "cuda"), Verdict.GOOD, "no process")
+    only(jobs.check_nccl(wrong, ["torch"]), Verdict.GOOD)
+    only(jobs.check_nccl({1: None}, ["cuda"]), Verdict.UNKNOWN, "process 1", "root")
+    only(jobs.check_nccl({}, ["cuda"]), Verdict.GOOD, "no process")
 
 
 def test_watchdogs_of_pytorch_and_other_savers_of_memory_are_named() -> None:

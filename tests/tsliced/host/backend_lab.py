@@ -11,7 +11,7 @@ from harness import Host, Rank
 from in_process import LIMIT_S, until
 
 from tsliced.config.backends import BackendSettings
-from tsliced.core.model import Cause, HostName, RankId
+from tsliced.core.model import Cause, HostName, ProcessId, RankId
 from tsliced.host.backends.base import Backend, BackendContext, Outcome
 from tsliced.host.backends.cuda import CudaBackend
 from tsliced.host.devices import Devices
@@ -46,7 +46,7 @@ class Place:
 
     def tell_of(
         self,
-        kind: type[B],
+        kind: Callable[[BackendContext], B],
         story: Story[B],
         *,
         settings: BackendSettings | None = None,
@@ -82,6 +82,13 @@ class Place:
                 await until(lambda: not any(map(exists, workers)), "all are reaped")
 
         asyncio.run(run())
+
+
+class UselessBackend(CudaBackend):
+    """Finds nothing that it could move."""
+
+    async def probe(self, process: ProcessId) -> bool:
+        return False
 
 
 def exists(pid: int) -> bool:

@@ -255,7 +255,8 @@ def test_what_workers_wrote_of_processes_that_are_gone_is_swept_away(place: Plac
         file.write_text("{}")
 
     async def story(_backend: CudaBackend) -> None:
-        assert sorted(place.directory.iterdir()) == [kept]
+        # What may be another backend's is not ours to take away.
+        assert set(place.directory.iterdir()) == {kept, files[-1]}
 
     place.tell(story)
 

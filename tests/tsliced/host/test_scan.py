@@ -231,6 +231,29 @@ def test_a_backend_that_nvml_does_not_show_goes_by_who_registered(tmp_path: Path
     tell(tmp_path, story)
 
 
+def test_of_each_rank_it_is_said_whether_it_drains_and_none_is_found_twice(tmp_path: Path) -> None:
+    async def story(place: Place) -> None:
+        key = TenancyKey(job("a"), (G1,))
+        with process_of("a") as rank, process_of("a") as other:
+            for process in (rank, other):
+                place.membership.register(process, job("a"))
+                place.devices.put(process, MIB, D1)
+                place.scanner.register(process, job("a"), (G1,))
+            assert place.scanner.registered_groups(rank) == (G1,)
+            place.backend.in_process = True
+            for seen_by_nvml in (True, False):
+                place.backend.seen_by_nvml = seen_by_nvml
+                found = await place.scanner.scan(scan_of(key))
+                assert [(each.process, each.drains) for each in found] == [
+                    (rank, True),
+                    (other, True),
+                ]
+            place.scanner.forget(rank)
+            assert place.scanner.registered_groups(rank) == ()
+
+    tell(tmp_path, story)
+
+
 def test_parked_processes_of_a_job_that_nobody_knows_are_found_by_asking_the_driver(
     tmp_path: Path,
 ) -> None:

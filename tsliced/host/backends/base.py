@@ -20,6 +20,7 @@ from tsliced.config.backends import ENTRY_POINTS, BackendSettings
 from tsliced.core.model import (
     Cause,
     DeviceId,
+    GroupName,
     JobKey,
     ProcessId,
     RankId,
@@ -87,11 +88,26 @@ class Agents(Protocol):
         ...
 
 
+class Neighbours(Protocol):
+    """What is known of those who share devices with a process."""
+
+    def groups_of(self, process: ProcessId) -> tuple[GroupName, ...]:
+        """Return the groups that a process is on; none if it is not known as a rank."""
+        ...
+
+    async def objection(self, process: ProcessId, left: Mapping[DeviceId, int]) -> str | None:
+        """Say why a parked process may not leave so many bytes on its devices, if so."""
+        ...
+
+
 class Backend(ABC):
     """One way to move device state. All methods belong to the event loop and never block it."""
 
     #: Whether NVML lists the processes whose state this backend moves, and their memory.
     seen_by_nvml = True
+    #: Whether a process does the moving itself, and has to run for it. Another backend can take
+    #: what such a one leaves, after it, and has to have brought that back before it.
+    in_process = False
     #: What is said of a process for which `probe` returns False.
     nothing_to_move = "has no CUDA context: nothing of it could be moved"
 
@@ -106,6 +122,9 @@ class Backend(ABC):
 
     def meet(self, agents: Agents) -> None:  # noqa: B027 - most need none
         """Hear who passes questions on to the ranks' own agents. Called once, after `start`."""
+
+    def join(self, neighbours: Neighbours) -> None:  # noqa: B027 - most need none
+        """Hear who knows what else is on the devices. Called once, after `start`."""
 
     def prepare(self, process: ProcessId) -> None:  # noqa: B027 - most have nothing to do
         """Hear that this process may have to be moved some time."""
@@ -139,6 +158,18 @@ class Backend(ABC):
     @abstractmethod
     async def state(self, rank: RankId) -> Outcome:
         """Ask the driver where a rank is."""
+
+    async def is_hidden(self, _process: ProcessId) -> bool:
+        """Return whether one that registered is a rank though NVML does not list it."""
+        return not self.seen_by_nvml
+
+    async def drains(self, _process: ProcessId) -> bool:
+        """Return whether a freeze lets a process end what it is at, for which others must run."""
+        return self.in_process
+
+    async def companions(self, process: ProcessId) -> frozenset[ProcessId]:
+        """Return the processes that one moves with: all of them have to run when one is moved."""
+        return frozenset({process})
 
     def hindrance(self, process: ProcessId) -> str | None:
         """Say why an operation on this process cannot go on just now, and what helps; if so."""

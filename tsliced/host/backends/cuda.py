@@ -356,7 +356,7 @@ def _op_file_name(process: ProcessId) -> str:
 
 
 def _sweep(directory: Path) -> None:
-    for path in directory.glob("*.json"):
+    for path in directory.glob("[0-9]*-[0-9]*.json"):
         pid = path.stem.partition("-")[0]
         process = identify(int(pid)) if pid.isdigit() else None
         if process is None or path.name != _op_file_name(process):

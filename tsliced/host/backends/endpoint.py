@@ -72,6 +72,7 @@ class _Step(NamedTuple):
 class EndpointBackend(Backend):
     """Configured under ``[backends.endpoint]``."""
 
+    in_process = True
     nothing_to_move = (
         "belongs to no engine, or has no memory on a device: nothing of it could be moved"
     )
@@ -104,17 +105,24 @@ class EndpointBackend(Backend):
 
     async def probe(self, process: ProcessId) -> bool:
         """Look whether it has an engine, and memory on a device, or had some that is parked."""
-        # One that is being started has nothing on a device yet, and nobody who listens.
-        has_nothing = await self.context.measure(process) == {}
         try:
             engines = await self._engines_of(process)
         except EngineUnfit as exc:
-            if has_nothing:
+            # One that is being started has nothing on a device yet, and nobody who listens.
+            if await self.context.measure(process) == {}:
                 return False
             raise BackendError(str(exc)) from exc
-        if has_nothing:
+        if engines and await self.context.measure(process) == {}:
             return any(engine.used_by(process) for engine in engines)
         return bool(engines)
+
+    async def companions(self, process: ProcessId) -> frozenset[ProcessId]:
+        """Return all ranks of its engines."""
+        try:
+            engines = await self._engines_of(process)
+        except EngineUnfit:
+            engines = []
+        return frozenset({process}.union(*(engine.ranks for engine in engines)))
 
     async def freeze(self, rank: RankId, *, timeout_s: float) -> Outcome:
         """Pause its engines, when they have nothing in flight any more; all of them, or none."""

@@ -22,6 +22,7 @@ from tsliced.host.backends.base import (
     Agents,
     Backend,
     BackendContext,
+    BackendError,
     Outcome,
     failed,
 )
@@ -60,6 +61,7 @@ _HINDRANCES: Final = {
 class TorchBackend(Backend):
     """Ranks that move their tensors themselves, asked through their agents."""
 
+    in_process = True
     nothing_to_move = f"manages no tensors: {_HOW}"
 
     def __init__(self, context: BackendContext) -> None:
@@ -72,6 +74,8 @@ class TorchBackend(Backend):
 
     async def probe(self, process: ProcessId) -> bool:
         """Ask the process whether it manages tensors; one without an agent does not."""
+        if (stopped := self.hindrance(process)) is not None:
+            raise BackendError(stopped)
         try:
             answer = await self._ask(process, "query", QUERY_LIMIT_S)
         except AgentAwayError:
