@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -122,6 +123,30 @@ def test_figures_of_metrics_and_history_agree_to_one_per_cent(host: Host, addres
         assert value(page, "step_bytes_total", step=verb) == accounts.steps[verb].bytes
     moves = accounts.moves["evicted"].seconds
     assert value(page, "move_seconds_sum", result="evicted") == about(moves.total, rel=0.01)
+
+
+def test_figures_of_a_report_and_metrics_agree_to_one_per_cent(host: Host, address: str) -> None:
+    page = parsed(scrape(address))
+    done = subprocess.run(
+        [sys.executable, "-m", "tsliced.ctl", "report", "--json"],
+        env=host.variables(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = json.loads(done.stdout)["figures"]
+    (group,) = [each for each in found["groups"] if each["name"] == "g1"]
+    span_s, about = found["end_unix"] - found["begin_unix"], pytest.approx
+    for share, name in (("held", "group_held"), ("useful", "group_useful")):
+        seconds = value(page, f"{name}_seconds_total", group="g1")
+        assert group["duty"][share] * span_s == about(seconds, rel=0.01), name
+    jobs = {job["job"]: job for job in found["jobs"]}
+    for name in map(own, ("one", "two")):
+        useful = value(page, "job_useful_seconds_total", job=name)
+        assert jobs[name]["useful_s"] == about(useful, rel=0.01)
+    moved = sum(value(page, "step_bytes_total", step=step) for step in ("snapshot", "restore"))
+    assert sum(job["moved_bytes"] for job in found["jobs"]) == moved
 
 
 def test_the_page_says_what_stands_now(host: Host, address: str) -> None:

@@ -39,18 +39,22 @@ def add_recording_options(parser: argparse.ArgumentParser, default: str) -> None
     )
 
 
-def recorded(options: argparse.Namespace) -> list[Message]:
-    """Returns the chosen events, the oldest first. Raises CommandError if there are none."""
-    choice = choice_of(options)
+def recorded(options: argparse.Namespace) -> tuple[list[Message], str]:
+    """Returns the chosen events, the oldest first, and of which host they are, if that is known.
+
+    Raises CommandError if there are none.
+    """
+    choice, host = choice_of(options), ""
     if options.history is not None:
         events = [e for e in read_file(options.history) if _is_chosen(e, choice)]
     else:
         with open_daemon(options) as daemon:
+            host = str(daemon.welcome["host"])
             events = list(read_events(daemon, choice))
     if not events:
         text = "there are no such events; tslicectl events shows which there are"
         raise CommandError(text, code="not_found", status=NOT_FOUND)
-    return events
+    return events, host
 
 
 def read_file(path: str) -> list[Message]:

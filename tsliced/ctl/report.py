@@ -44,7 +44,7 @@ def write_report(options: argparse.Namespace) -> int:
     from tsliced.observe.report.verdict import verdict
 
     solo = [timeline.read(read_file(path)) for path in options.solo]
-    events = recorded(options)
+    events, host = recorded(options)
     line = timeline.read(events, until_unix=options.until)
     if options.json:
         found = figures(events, line, solo)
@@ -54,5 +54,5 @@ def write_report(options: argparse.Namespace) -> int:
         ]
         print_json({"figures": asdict(found), "verdict": sentences})
         return DONE
-    write_result(options.output, report(events, line, solo))
+    write_result(options.output, report(events, line, solo, host=host))
     return DONE

@@ -30,7 +30,7 @@ def write_trace(options: argparse.Namespace) -> int:
     # No other command needs it.
     from tsliced.observe import timeline, trace
 
-    events = recorded(options)
+    events, host = recorded(options)
     line = timeline.read(events, until_unix=options.until)
-    write_result(options.output, json.dumps(trace.trace(line), separators=(",", ":")))
+    write_result(options.output, json.dumps(trace.trace(line, host), separators=(",", ":")))
     return DONE

@@ -80,6 +80,7 @@ def test_a_report_is_one_page_or_its_figures_as_json(
     page = target.read_text()
     assert page.startswith("<!doctype html>")
     assert "trainer-7" in page
+    assert "Shared devices on n1" in page
     capsys.readouterr()
     assert main(["report", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
