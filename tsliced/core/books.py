@@ -465,4 +465,6 @@ def _level(lease: Lease) -> str:
 
 
 def _switch_s(lease: Lease, round_: Round) -> float:
-    return lease.granted_at - round_.switch_began_at if round_.moved else 0.0
+    # A rank that joined when its round was held already did not wait for the switch.
+    began_at = max(round_.switch_began_at, lease.asked_at)
+    return lease.granted_at - began_at if round_.moved else 0.0

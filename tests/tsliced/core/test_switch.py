@@ -15,7 +15,7 @@ from tsliced.core.actions import (
     StartOperation,
     TellContended,
 )
-from tsliced.core.model import Cause, RankState, SessionId, Verb
+from tsliced.core.model import Arrival, Cause, RankState, SessionId, Verb
 
 A, B, C = job("a"), job("b"), job("c")
 RUNNING, FROZEN, PARKED = RankState.RUNNING, RankState.FROZEN, RankState.PARKED
@@ -258,6 +258,21 @@ def test_what_a_grant_says_about_the_switch() -> None:
     grant = world.grants()[-1]
     assert (grant.waited_s, grant.switch_s, grant.restored, grant.contended) == (7, 2, True, False)
     assert grant.ack_s == world.limits.ack_s
+
+
+def test_a_rank_that_joins_a_round_that_is_held_did_not_wait_for_its_switch() -> None:
+    world = World()
+    first, second = two_jobs(world)
+    world.acquire(first, ranks=2, arrival=Arrival.FIRST)
+    world.auto = False
+    world.release(world.clients[second].held.popitem()[0])
+    world.pass_time(2.0)
+    world.run()
+    assert world.grants()[-1].switch_s == 2
+    world.pass_time(3.0)
+    world.acquire(world.session(A), ranks=2, arrival=Arrival.FIRST)
+    late = world.grants()[-1]
+    assert (late.waited_s, late.switch_s) == (0, 0)
 
 
 def test_a_context_that_was_made_unseen_is_found_before_the_next_job_comes_on() -> None:
