@@ -85,6 +85,13 @@ from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind
 
 
+#: By where a tenancy is: where no rank of it is, but by a host that went its own way.
+_ASTRAY = {
+    Place.ON: (RankState.FROZEN, RankState.PARKED),
+    Place.OFF: (RankState.FROZEN,),
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Hosts:
     """The other hosts of this one's groups. Mutate it only through its methods."""
@@ -300,6 +307,7 @@ class Hosts:
                 self.leasing.out += self.tenancies.on_order(message, host, now=now)
             case Report():
                 self.leasing.out += self.tenancies.on_report(message, host, now=now)
+                self._find_strays_in(message, now)
             case Presence():
                 self._on_presence(host, message, now)
             case LiveSessions():
@@ -545,13 +553,23 @@ class Hosts:
         """Bring together what is not where its tenancy is, since a host went its own way."""
         for key, tenancy in list(self.tenancies.by_group[group].items()):
             coordinator = tenancy.coordinator
-            if not tenancy.led_here or coordinator.place is not Place.ON:
+            astray = _ASTRAY.get(coordinator.place)
+            if not tenancy.led_here or astray is None:
                 continue
-            astray = (RankState.FROZEN, RankState.PARKED)
             away = any(present.state in astray for present in tenancy.abroad.values())
             # Where all run, callbacks may still wait to be told to resume.
-            if away or coordinator.left_out(host):
+            unheard = coordinator.place is Place.ON and coordinator.left_out(host)
+            if away or unheard:
                 self.leasing.out += self.tenancies.ask(key, now=now)
+
+    def _find_strays_in(self, report: Report, now: float) -> None:
+        """Bring back what a host has done for an order of before this one booted anew."""
+        tenancy = self.tenancies.all.get(report.tenancy)
+        if tenancy is None or not tenancy.led_here:
+            return
+        astray = _ASTRAY.get(tenancy.coordinator.place, ())
+        if any(state in astray for _, state in report.states):
+            self.leasing.out += self.tenancies.ask(report.tenancy, now=now)
 
     def _on_rank_gone(self, rank: RankId, now: float) -> None:
         key = self.tenancies.abroad[rank]

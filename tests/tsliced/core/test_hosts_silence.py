@@ -24,7 +24,7 @@ from hosts_lab import (
 from simulated import failure, job
 from world import LIMITS
 
-from tsliced.core.actions import Note, RunHooks, TellLost, TellRankLost, TellStalled
+from tsliced.core.actions import Note, RunHooks, StartOperation, TellLost, TellRankLost, TellStalled
 from tsliced.core.coordinator import Place
 from tsliced.core.events import HostDied, PeerConnected, PeerDisconnected, PeerLost, PeerSaid
 from tsliced.core.model import (
@@ -473,6 +473,25 @@ def test_what_an_arbiter_moved_without_ranks_here_is_forgotten_with_it_g9() -> N
     lab.reboot(N1)
     lab.by_itself()
     assert not there
+
+
+def test_what_is_frozen_for_an_arbiter_that_boots_anew_meanwhile_runs_again() -> None:
+    lab = pair()
+    first, ranks = hold(lab, "a")
+    waiter = ask(lab, "b", N2)
+    lab.by_hand()
+    lab[N1].release(first)
+    while not any(getattr(action, "verb", None) is Verb.FREEZE for action in lab[N2].pending):
+        assert lab.step()
+    # Nobody is left who asks for anything.
+    lab[N2].close(session_of(waiter))
+    lab.reboot(N1)
+    while lab.deliver():
+        pass
+    assert lab[N2].state(ranks[1]) is RUNNING, "it is about to be frozen"
+    lab.by_itself()
+    assert [start.verb for start in lab[N2].ended(StartOperation)][-2:] == [Verb.FREEZE, Verb.THAW]
+    assert lab[N2].state(ranks[1]) is RUNNING
 
 
 def test_an_arbiter_that_is_gone_takes_with_it_what_it_had_given() -> None:
