@@ -407,11 +407,12 @@ class Driver:
 
     async def _operate(self, action: StartOperation) -> Event:
         started = time.monotonic()
-        backend = self.around.backend
+        backend, scanner = self.around.backend, self.around.scanner
         if action.verb is Verb.FREEZE and self.clients is not None:
             # Bytes that are not held are bytes that are not copied.
             await self.clients.empty_cache(action.rank.process)
         moves, size = self.around.moves, self._device_bytes(action)
+        scanner.on_change()
         try:
             with moves.watch(action.rank.process, action.verb, size):
                 outcome = await backend.run(
@@ -424,6 +425,8 @@ class Driver:
             return OperationFinished(
                 op=action.op, rank=action.rank, observed=RankState.UNKNOWN, failure=reason
             )
+        finally:
+            scanner.on_change()
         # For a backend that does not count it is what NVML saw before.
         moved = outcome.moved_bytes or (size if outcome.failure is None else 0)
         seconds = outcome.seconds or time.monotonic() - started

@@ -76,7 +76,8 @@ class Reserving:
             for device, size in by_device:
                 needs[device] = needs.get(device, 0) + size
         try:
-            readings = await self._scanner.read(list(needs))
+            # The scan of a moment ago has just read them.
+            readings = await self._scanner.read(list(needs), recent=True)
         except ScanFailed as exc:
             return MemoryReserved(op=action.op, failure=exc.reason)
         answer = self._ledgers.device.reserve(action.tenancy, needs, readings)

@@ -431,6 +431,8 @@ class ScanGroups:
     beyond: tuple[GroupName, ...] = ()
     #: It is to be let on, and no rank of it is known: one may be parked that was forgotten.
     forgotten: bool = False
+    #: What was seen moments ago will do, if no operation has begun or ended since.
+    recent: bool = False
 
 
 @value

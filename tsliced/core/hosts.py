@@ -84,7 +84,6 @@ from tsliced.core.signals import Order, Report
 from tsliced.core.strangers import Inhabitants
 from tsliced.core.timers import TimerKey, TimerKind
 
-
 #: By where a tenancy is: where no rank of it is, but by a host that went its own way.
 _ASTRAY = {
     Place.ON: (RankState.FROZEN, RankState.PARKED),

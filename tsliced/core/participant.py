@@ -393,6 +393,7 @@ class Participant:
             unlisted=tuple(self._unlisted.items()) if parked else (),
             beyond=tuple(self.beyond),
             forgotten=order.goal is Goal.RESTORED and not self.ranks,
+            recent=order.goal is Goal.RESTORED,
         )
 
     def _short_of_host_memory(self, moving: list[Rank]) -> bool:

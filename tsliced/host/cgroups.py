@@ -8,12 +8,16 @@ controller is looked for in both.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from tsliced.host.procfs import PROC, read_file
 
 #: Stands for the version 2 hierarchy where a version 1 controller is named.
 UNIFIED: Final = ""
+
+#: Of so many processes' cgroups it is remembered what they mean.
+_MAX_KNOWN: Final = 1024
 
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
@@ -45,21 +49,20 @@ class Cgroups:
     def __init__(self, proc: str = PROC) -> None:
         self.proc = proc
         self._mounts: dict[str, Mount] = {}
+        #: By what the kernel says of a process: the same again and again.
+        self._known: dict[bytes, Mapping[str, str]] = {}
 
-    def paths(self, pid: int) -> dict[str, str]:
+    def paths(self, pid: int) -> Mapping[str, str]:
         """Return a process's cgroup path for each controller; empty if the process is gone.
 
         Keys are controllers of version 1 (``name=systemd`` among them) and `UNIFIED`.
         """
-        data = read_file(f"{self.proc}/{pid}/cgroup")
-        paths: dict[str, str] = {}
-        for line in (data or b"").decode(errors="surrogateescape").splitlines():
-            _number, _, rest = line.partition(":")
-            controllers, _, path = rest.partition(":")
-            # A removed cgroup with a process still in it is marked so; its directory is gone.
-            path = path.removesuffix(" (deleted)")
-            for controller in controllers.split(","):
-                paths[controller] = path
+        data = read_file(f"{self.proc}/{pid}/cgroup") or b""
+        paths = self._known.get(data)
+        if paths is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            paths = self._known[data] = _paths_in(data)
         return paths
 
     def directory(self, controller: str, path: str) -> str | None:
@@ -87,6 +90,19 @@ class Cgroups:
             # Slurm mounts what it misses when slurmd starts, which is after us: look again.
             self._mounts = _read_mounts(self.proc)
         return self._mounts.get(controller)
+
+
+def _paths_in(data: bytes) -> dict[str, str]:
+    """Parse what the kernel says of a process's cgroups (man 7 cgroups)."""
+    paths: dict[str, str] = {}
+    for line in data.decode(errors="surrogateescape").splitlines():
+        _number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        # A removed cgroup with a process still in it is marked so; its directory is gone.
+        path = path.removesuffix(" (deleted)")
+        for controller in controllers.split(","):
+            paths[controller] = path
+    return paths
 
 
 def _read_mounts(proc: str) -> dict[str, Mount]:

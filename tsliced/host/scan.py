@@ -7,6 +7,7 @@ not see (`Backend.seen_by_nvml`) relies on ranks that registered themselves.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,9 @@ from tsliced.host.membership import Membership
 #: NVML may go on listing a process for some 100 ms after its memory is gone.
 GONE_LIMIT_S: Final = 5.0
 GONE_POLL_S: Final = 0.05
+#: For how long what was read of a device is as good as new, where nothing was done meanwhile: less
+#: than NVML itself may lag behind.
+RECENT_S: Final = 0.02
 
 
 class ScanFailed(Exception):  # noqa: N818 - carries a reason
@@ -63,6 +67,10 @@ class Scanner:
         self._registered: dict[ProcessId, tuple[JobKey, frozenset[GroupName]]] = {}
         #: The latest readings, for those who show them.
         self.readings: dict[DeviceId, DeviceReading] = {}
+        #: When those were read since which nothing was done.
+        self._fresh: dict[DeviceId, float] = {}
+        #: How often something was done.
+        self._changes = 0
         #: By device: per cent of time in which a kernel ran, as last asked for.
         self.utilization: dict[DeviceId, int | None] = {}
 
@@ -83,6 +91,11 @@ class Scanner:
         """A process is gone."""
         self._registered.pop(process, None)
 
+    def on_change(self) -> None:
+        """Know that an operation begins or has ended: what was read before counts no more."""
+        self._changes += 1
+        self._fresh.clear()
+
     async def scan(self, scan: ScanGroups) -> tuple[FoundRank, ...]:
         """Return who is on a tenancy's groups, and on those beyond that a rank of it reaches.
 
@@ -93,7 +106,8 @@ class Scanner:
         end = loop.time() + GONE_LIMIT_S
         before = -1
         while True:
-            found = await self.look((*scan.tenancy.groups, *scan.beyond))
+            groups = (*scan.tenancy.groups, *scan.beyond)
+            found = await self.look(groups, recent=scan.recent)
             left, is_little = self._left(scan, found)
             if loop.time() >= end or (is_little and left in (0, before)):
                 break
@@ -171,9 +185,14 @@ class Scanner:
         """Return the same for all devices that a scan looks at."""
         return self.unlisted(self._devices_on((*scan.tenancy.groups, *scan.beyond)))
 
-    async def look(self, groups: Iterable[GroupName]) -> tuple[FoundRank, ...]:
-        """Return every process that NVML lists on the groups' devices. Raises `ScanFailed`."""
-        return self._look_at(await self.read(self._devices_on(groups)))
+    async def look(
+        self, groups: Iterable[GroupName], *, recent: bool = False
+    ) -> tuple[FoundRank, ...]:
+        """Return every process that NVML lists on the groups' devices. Raises `ScanFailed`.
+
+        `recent`: see `read`.
+        """
+        return self._look_at(await self.read(self._devices_on(groups), recent=recent))
 
     async def look_around(self) -> tuple[tuple[FoundRank, ...], dict[DeviceId, str]]:
         """Return every process on any group's devices, and which devices are lost, and why.
@@ -225,11 +244,17 @@ class Scanner:
         )
 
     async def read(
-        self, uuids: Collection[DeviceId], *, utilization: bool = False
+        self, uuids: Collection[DeviceId], *, utilization: bool = False, recent: bool = False
     ) -> dict[DeviceId, DeviceReading]:
-        """Read devices, and keep the readings. Raises `ScanFailed`."""
+        """Read devices, and keep the readings. Raises `ScanFailed`.
+
+        `recent`: what was read moments ago, with nothing done since, will do.
+        """
         if self._devices is None or not uuids:
             return {}
+        now, changes = time.monotonic(), self._changes
+        if recent and all(now - self._fresh.get(uuid, -RECENT_S) < RECENT_S for uuid in uuids):
+            return {uuid: self.readings[uuid] for uuid in uuids}
         try:
             readings = await self._devices.observe(uuids, utilization=utilization)
         except DevicesError as exc:
@@ -238,6 +263,8 @@ class Scanner:
         if stale_s > 0:
             text = f"NVML does not answer; its latest word is {stale_s:.1f} s old"
             raise ScanFailed(Reason(cause=Cause.DRIVER, text=text))
+        if changes == self._changes:
+            self._fresh.update(dict.fromkeys(readings, now))
         return self._keep(readings, utilization=utilization)
 
     def _keep(

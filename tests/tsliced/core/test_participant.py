@@ -87,7 +87,7 @@ def test_what_no_longer_fits_when_it_is_frozen_is_not_snapshotted() -> None:
 def test_restored_looks_at_the_devices_reserves_room_and_restores() -> None:
     lab = Lab()
     lab.rank(P1, PARKED)
-    assert lab.order(Goal.RESTORED) == [scan(1)]
+    assert lab.order(Goal.RESTORED) == [replace(scan(1), recent=True)]
     room = ReserveDeviceMemory(op=OpId(2), tenancy=KEY, demands=((RankId(HOST, P1), ((D1, 90),)),))
     assert lab.scanned(1) == [room]
     assert lab.reserved(2) == lab.start(3, P1, Verb.RESTORE)
@@ -351,7 +351,7 @@ def test_its_own_processes_are_no_company_nor_is_one_without_a_context() -> None
 
 def test_g1_a_newcomer_looks_at_the_devices_too() -> None:
     lab = Lab()
-    assert lab.order(Goal.RESTORED) == [replace(scan(1), forgotten=True)]
+    assert lab.order(Goal.RESTORED) == [replace(scan(1), forgotten=True, recent=True)]
     assert lab.scanned(1, found(P1)) == [lab.at()]
 
 
@@ -366,7 +366,9 @@ def test_ranks_beyond_the_groups_have_their_devices_looked_at_as_well() -> None:
     lab = Lab()
     lab.rank(P1, PARKED, D1, D2)
     lab.participant.beyond[G2] = RankId(HOST, P1)
-    assert lab.order(Goal.RESTORED) == [ScanGroups(op=OpId(1), tenancy=KEY, beyond=(G2,))]
+    assert lab.order(Goal.RESTORED) == [
+        ScanGroups(op=OpId(1), tenancy=KEY, beyond=(G2,), recent=True)
+    ]
 
 
 def test_the_driver_is_asked_about_a_rank_that_nobody_knows_about() -> None:

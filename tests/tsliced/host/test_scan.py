@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,39 @@ def test_who_is_to_be_gone_is_waited_for(tmp_path: Path) -> None:
             assert not scanning.done()
             place.devices.take(rank)
             assert await scanning == ()
+
+    tell(tmp_path, story)
+
+
+def test_what_was_read_moments_ago_will_do_unless_something_was_done_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tsliced.host.scan, "RECENT_S", 3600.0)
+    key = TenancyKey(job("a"), (G1,))
+    recent = replace(scan_of(key), recent=True)
+
+    async def story(place: Place) -> None:
+        scanner = place.scanner
+        assert await scanner.scan(recent) == (), "nothing was read before"
+        with process_of("a") as rank:
+            place.devices.put(rank, MIB)
+            assert await scanner.scan(recent) == ()
+            assert (await scanner.read([D1], recent=True))[D1].used_bytes == 0
+            assert len(await scanner.scan(scan_of(key))) == 1, "not everybody takes it"
+            place.devices.take(rank)
+            scanner.on_change()
+            assert await scanner.scan(recent) == ()
+            # What is read while something is done is as good as old.
+            scanner.on_change()
+            reading = asyncio.create_task(scanner.look([G1]))
+            await asyncio.sleep(0)
+            scanner.on_change()
+            await reading
+            place.devices.put(rank, MIB)
+            assert len(await scanner.scan(recent)) == 1
+            place.devices.take(rank)
+            monkeypatch.setattr(tsliced.host.scan, "RECENT_S", 0.0)
+            assert await scanner.scan(recent) == ()
 
     tell(tmp_path, story)
 
