@@ -29,7 +29,7 @@ from tsliced.host.procfs import read_file
 HOST: Final = "the host"
 
 #: For how long limits of cgroups count as known, seconds, and for how many cgroups.
-LIMITS_KNOWN_S: Final = 1.0
+LIMITS_KNOWN_S: Final = 0.1
 _MAX_KNOWN: Final = 1024
 
 #: Version 1 writes "no limit" as the largest page-aligned number that it can count.
@@ -159,7 +159,7 @@ class HostMemory:
     def _limits_above(self, version: _Version, path: str) -> list[tuple[str, int]]:
         """Return the limits of a cgroup and above it, as they were not long ago.
 
-        They hardly ever change, and each switch asks for them several times; what is used changes
+        They hardly ever change, and a switch asks for them several times; what is used changes
         all the time, and is read each time.
         """
         key, now = (version.controller, path), self._clock()
