@@ -49,7 +49,7 @@ from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
-from tsliced.log import Fact, Log
+from tsliced.log import Log
 from tsliced.neighbours import Neighbourhood
 from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
@@ -170,8 +170,7 @@ class Daemon:
             if server.peers is not None:
                 server.peers.close()
             driver.close()
-            self.log.write("info", "stopped", {})
-            self.log.flush()
+            driver.note("stopped", "info")
             # What is in flight is not cut off by this: a worker finishes its call by itself.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
@@ -318,16 +317,18 @@ class Daemon:
         self._introduce(base.backend, driver, server)
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
+        driver.note(
+            "started",
+            "info",
+            groups=",".join(group.name for group in groups),
+            devices=sum(len(group.devices) for group in groups),
+            leases=len(machine.leasing.leases),
+            adopted=adopted or None,
+        )
         driver.post(Started())
         _warn_of(driver, base.devices)
         await self._serve(stack, server, base.sock)
-        facts: dict[str, Fact] = {
-            "groups": ", ".join(group.name for group in groups) or "none",
-            "devices": sum(len(group.devices) for group in groups),
-            "adopted": adopted or None,
-        }
-        self.log.write("info", "started", facts)
-        self.log.flush()
+        driver.write_notes()
         if self.on_serving is not None:
             self.on_serving()
         self.notifier.ready(self._status_line(driver))

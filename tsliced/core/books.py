@@ -430,6 +430,12 @@ class Books:
             facts["held_s"] = now - lease.granted_at
         self.out.append(Note(kind="granted", level=_level(lease), facts=facts))
 
+    def note_not_granted(self, lease: Lease, code: str, now: float) -> None:
+        """Note that a lease waits no longer, and was not granted."""
+        self.note_tallies()
+        facts = {**self._facts(lease), "waited_s": now - lease.asked_at, "cause": code}
+        self.out.append(Note(kind="not_granted", level="info", facts=facts))
+
     def note_released(self, lease: Lease, code: str, waiters: int, now: float) -> None:
         """Note that a lease is held no longer."""
         if lease.id in self.untold:

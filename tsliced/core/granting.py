@@ -427,6 +427,8 @@ class Granting(Clearing):
         else:
             # It may ask again and belong to the same round.
             round_.took_part.discard(lease.session)
+            if lease.queued:
+                self.note_not_granted(lease, code, now)
         self.strike_lease(lease, code, text, waiters)
         if not round_.members:
             self._end_round(round_, now)

@@ -164,12 +164,16 @@ class Accounts:
         self.warnings: Counter[str] = Counter()
         #: Leases that were taken back, by cause.
         self.reclaims: Counter[str] = Counter()
+        #: Leases that waited and were not granted, by cause.
+        self.not_granted: Counter[str] = Counter()
         self._open: dict[int, _Round] = {}
         self._round_of: dict[str, int] = {}
+        self._latest_at = float("-inf")
         move = self._on_move
         self._counters: dict[str, Callable[[Event], None]] = {
             "held": self._on_held,
             "queued": self._on_queued,
+            "not_granted": self._on_not_granted,
             "operation": self._on_step,
             "hooks": self._on_step,
             "busy": self._on_busy,
@@ -197,6 +201,9 @@ class Accounts:
         is_new = at_unix >= self.since_unix
         if is_new and level in ("warning", "error"):
             self.warnings[kind] += 1
+        if kind == "started":
+            self._on_started(facts)
+        self._latest_at = at_unix
         if kind == "granted":
             self._on_granted(at_unix, facts)
         elif kind == "released":
@@ -207,6 +214,12 @@ class Accounts:
     def forget_job(self, job: str) -> None:
         """Drop a job's account."""
         self.jobs.pop(job, None)
+
+    def _on_started(self, event: Event) -> None:
+        """Know that a daemon which remembers no lease has begun: they ended with its machine."""
+        if not event.get("leases"):
+            for token in list(self._open):
+                self._close(token, self._latest_at)
 
     def _on_granted(self, at: float, event: Event) -> None:
         token, lease = int(_number(event, "token")), str(event["lease"])
@@ -290,6 +303,9 @@ class Accounts:
     def _on_queued(self, event: Event) -> None:
         for owner in (self._job(str(event["job"])), *map(self._group, _groups(event))):
             owner.queued += 1
+
+    def _on_not_granted(self, event: Event) -> None:
+        self.not_granted[str(event["cause"])] += 1
 
     def _on_busy(self, event: Event) -> None:
         device = self.devices.setdefault(str(event["device"]), Device(str(event["group"])))

@@ -234,6 +234,12 @@ class MetricsPage:
             switching.add_metric(labels, group.switch_s)
             held.add_metric(labels, accounts.held_s(name, now_unix))
         yield from (queued, leases, rounds, useful, switching, held)
+        refused = _counter(
+            "tsliced_leases_not_granted", "Leases that waited and were not granted.", "cause"
+        )
+        for cause, count in sorted(accounts.not_granted.items()):
+            refused.add_metric([cause], count)
+        yield refused
         reclaims = _counter("tsliced_reclaims", "Leases that were taken back, not given.", "cause")
         for cause, count in sorted(accounts.reclaims.items()):
             reclaims.add_metric([cause], count)

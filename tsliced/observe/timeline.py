@@ -187,6 +187,9 @@ class _Reader:
     def add(self, event: Event) -> None:
         """Take one event in."""
         at = _number(event, "at")
+        if event["kind"] == "started" and not event.get("leases"):
+            # It remembers no lease, so they ended with its machine.
+            self._end_all(self.last_at)
         self.first_at, self.last_at = min(self.first_at, at), max(self.last_at, at)
         match event["kind"]:
             case "queued":
@@ -196,6 +199,9 @@ class _Reader:
                 self._on_granted(event, at)
             case "released":
                 self._on_released(event, at)
+            case "not_granted":
+                if (over := self._waiting.pop(str(event["lease"]), None)) is not None:
+                    self._line.waits.append(replace(over, end=at))
             case "held":
                 self._on_held(event, at)
             case "operation":
@@ -216,6 +222,20 @@ class _Reader:
             case _:
                 pass
 
+    def _end_all(self, end: float) -> None:
+        """End what is not over."""
+        line = self._line
+        line.holds += [replace(each.hold, end=end) for each in self._held.values()]
+        line.waits += [replace(wait, end=end) for wait in self._waiting.values()]
+        line.phases += [
+            HostPhase(job=job, name=name, begin=at, end=end)
+            for (job, _, name), at in self._phases.items()
+        ]
+        self._held.clear()
+        self._token_of.clear()
+        self._waiting.clear()
+        self._phases.clear()
+
     @property
     def begin(self) -> float:
         """The instant at which something began first."""
@@ -227,14 +247,9 @@ class _Reader:
 
     def timeline(self, begin: float, end: float) -> Timeline:
         """Return all of it, cut off at both ends."""
+        self._end_all(end)
         line = self._line
         line.begin, line.end = begin, end
-        line.holds += [replace(each.hold, end=end) for each in self._held.values()]
-        line.waits += [replace(wait, end=end) for wait in self._waiting.values()]
-        line.phases += [
-            HostPhase(job=job, name=name, begin=at, end=end)
-            for (job, _, name), at in self._phases.items()
-        ]
         line.holds = _within(line.holds, begin, end)
         line.waits = _within(line.waits, begin, end)
         line.operations = _within(line.operations, begin, end)

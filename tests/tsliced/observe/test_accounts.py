@@ -104,6 +104,16 @@ def test_what_happened_before_counts_as_far_as_it_lasts_on() -> None:
     assert added(*story[2:], since=21.5).groups["g1"].switch_s == 0.5
 
 
+@pytest.mark.parametrize("leases", [0, 1])
+def test_what_a_daemon_does_not_remember_ended_with_the_one_before(leases: int) -> None:
+    accounts = added(
+        granted(10.0),
+        event(14.0, "queued", job=B, groups="g1", lease="b"),
+        event(100.0, "started", groups="g1", leases=leases),
+    )
+    assert accounts.useful_s("g1", 110.0) == (100.0 if leases else 4.0)
+
+
 def test_leases_that_are_taken_back_are_counted_by_cause() -> None:
     accounts = added(
         granted(1.0),
@@ -112,6 +122,12 @@ def test_leases_that_are_taken_back_are_counted_by_cause() -> None:
         released(4.0, A, 2),
     )
     assert accounts.reclaims == {"lease_ended": 1}
+
+
+def test_leases_that_were_not_granted_are_counted_by_cause() -> None:
+    facts: dict[str, Fact] = {"job": A, "groups": "g1", "lease": "x", "waited_s": 1.0}
+    accounts = added(*(event(1.0, "not_granted", cause=c, **facts) for c in ("timeout",) * 2))
+    assert accounts.not_granted == {"timeout": 2}
 
 
 def test_steps_and_moves_have_seconds_bytes_and_causes_of_failure() -> None:

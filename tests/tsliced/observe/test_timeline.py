@@ -161,3 +161,30 @@ def test_gaps_are_where_one_job_neither_holds_nor_waits() -> None:
         ]
     )
     assert list(timeline.gaps(line.holds, line.waits)) == [(20.0, 35.0)]
+
+
+def test_a_wait_ends_also_without_a_grant() -> None:
+    line = timeline.read(
+        [
+            event(7.0, "queued", **LEASE),
+            event(9.0, "not_granted", **LEASE, waited_s=2.0, cause="timeout"),
+            event(9.5, "not_granted", **{**LEASE, "lease": "unknown"}, cause="timeout"),
+        ],
+        until_unix=20.0,
+    )
+    assert line.waits == [Wait(job=A, groups=("g1",), begin=7.0, end=9.0)]
+
+
+@pytest.mark.parametrize("leases", [0, 2])
+def test_what_a_daemon_does_not_remember_ended_with_the_one_before(leases: int) -> None:
+    line = timeline.read(
+        [
+            event(6.0, "granted", **LEASE, token=1, waited_s=0.0),
+            event(7.0, "queued", **{**LEASE, "lease": "L2", "job": "1000/b"}),
+            event(8.0, "phase", job=A, pid=1, name="reward", begin=True),
+            event(100.0, "started", groups="g1", leases=leases),
+        ],
+        until_unix=110.0,
+    )
+    ends = {each.end for each in (*line.holds, *line.waits, *line.phases)}
+    assert ends == {110.0 if leases else 8.0}
