@@ -317,14 +317,7 @@ class Daemon:
         self._introduce(base.backend, driver, server)
         server.recall_sessions()
         adopted = server.adopt(base.inheritance.kept)
-        driver.note(
-            "started",
-            "info",
-            groups=",".join(group.name for group in groups),
-            devices=sum(len(group.devices) for group in groups),
-            leases=len(machine.leasing.leases),
-            adopted=adopted or None,
-        )
+        _note_start(driver, groups, adopted)
         driver.post(Started())
         _warn_of(driver, base.devices)
         await self._serve(stack, server, base.sock)
@@ -552,6 +545,18 @@ def _authority(
         access=access,
         own_only=config.authority.clients == "own",
         account_of=account_of,
+    )
+
+
+def _note_start(driver: Driver, groups: tuple[GroupConfig, ...], adopted: int) -> None:
+    """Tell, before anything else of this run, what it goes on with."""
+    driver.note(
+        "started",
+        "info",
+        groups=",".join(group.name for group in groups),
+        devices=sum(len(group.devices) for group in groups),
+        leases=len(driver.machine.leasing.leases),
+        adopted=adopted or None,
     )
 
 
