@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from cuda_utility import write_utility
 from harness import Host, Rank
 from in_process import LIMIT_S, until
 
-from tsliced.config.backends import BackendSettings
+from tsliced.config.backends import BackendSettings, CliSettings
 from tsliced.core.model import Cause, HostName, ProcessId, RankId
 from tsliced.host.backends.base import Backend, BackendContext, Outcome
 from tsliced.host.backends.cuda import CudaBackend
@@ -89,6 +90,12 @@ class UselessBackend(CudaBackend):
 
     async def probe(self, process: ProcessId) -> bool:
         return False
+
+
+def cli_settings(place: Place, calls: str) -> BackendSettings:
+    """Return how the backend for the utility is told of ours, which takes these calls."""
+    program = write_utility(place.host, place.library.parent, calls=calls)
+    return BackendSettings(cli=CliSettings(program=str(program), calls=calls))
 
 
 def exists(pid: int) -> bool:

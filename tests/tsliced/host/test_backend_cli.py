@@ -8,82 +8,16 @@ import os
 
 import psutil
 import pytest
-from backend_lab import Place, reason_of
-from cuda_utility import write_utility
-from harness import resident_bytes, until
+from backend_lab import Place, cli_settings, reason_of
+from harness import until
 
 from tsliced.config.backends import BackendSettings, CliSettings
-from tsliced.core.model import Cause, JobKey, RankId, RankState
-from tsliced.host.backends.base import BackendError, Outcome
+from tsliced.core.model import Cause, JobKey, RankState
+from tsliced.host.backends.base import BackendError
 from tsliced.host.backends.cli import CliBackend
 
 MIB = 1 << 20
 BOTH = pytest.mark.parametrize("calls", ["toggle", "actions"])
-
-
-def settings(place: Place, calls: str) -> BackendSettings:
-    program = write_utility(place.host, place.library.parent, calls=calls)
-    return BackendSettings(cli=CliSettings(program=str(program), calls=calls))
-
-
-@BOTH
-def test_a_rank_is_taken_off_and_brought_back_whole(place: Place, calls: str) -> None:
-    rank, name = place.rank(mib=32)
-    digest = rank.do("digest")
-
-    async def story(backend: CliBackend) -> None:
-        assert await backend.probe(name.process)
-        assert (await backend.state(name)).observed is RankState.RUNNING
-        assert (await backend.freeze(name, timeout_s=5)).observed is RankState.FROZEN
-        before = resident_bytes(rank.pid)
-        parked = await backend.snapshot(name)
-        assert (parked.observed, parked.failure) == (RankState.PARKED, None)
-        assert resident_bytes(rank.pid) - before > 28 * MIB
-        assert place.host.used_bytes() == 0
-        assert (await backend.state(name)).observed is RankState.PARKED
-        assert (await backend.restore(name)).observed is RankState.FROZEN
-        assert (await backend.thaw(name)).observed is RankState.RUNNING
-        assert (await backend.state(name)).observed is RankState.RUNNING
-
-    place.tell_of(CliBackend, story, settings=settings(place, calls))
-    assert rank.do("digest") == digest
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [(801, Cause.UNSUPPORTED), (800, Cause.NOT_PERMITTED), (304, Cause.DRIVER)],
-)
-def test_what_the_driver_refuses_has_a_cause_and_the_rank_stays_g12(
-    place: Place, calls: str, code: int, cause: Cause
-) -> None:
-    rank, name = place.rank()
-    digest = rank.do("digest")
-
-    async def story(backend: CliBackend) -> None:
-        await backend.freeze(name, timeout_s=5)
-        place.host.fault(f"checkpoint * * error:{code}")
-        outcome = await backend.snapshot(name)
-        assert outcome.observed is RankState.FROZEN
-        assert reason_of(outcome)[0] is cause
-        assert str(code) in reason_of(outcome)[1]
-        assert (await backend.thaw(name)).observed is RankState.RUNNING
-
-    place.tell_of(CliBackend, story, settings=settings(place, calls))
-    assert rank.do("digest") == digest
-
-
-def test_a_lock_that_takes_too_long_leaves_the_rank_running(place: Place) -> None:
-    rank, name = place.rank()
-    rank.do("launch", ms=1500)
-
-    async def story(backend: CliBackend) -> None:
-        outcome = await backend.freeze(name, timeout_s=0.1)
-        assert outcome.observed is RankState.RUNNING
-        assert reason_of(outcome)[0] is Cause.FREEZE_TIMEOUT
-        assert (await backend.freeze(name, timeout_s=20)).observed is RankState.FROZEN
-
-    place.tell_of(CliBackend, story, settings=settings(place, "actions"))
 
 
 def test_with_toggles_a_job_with_two_ranks_is_refused_before_one_is_touched(place: Place) -> None:
@@ -101,7 +35,7 @@ def test_with_toggles_a_job_with_two_ranks_is_refused_before_one_is_touched(plac
         backend.forget(second.process)
         assert (await backend.freeze(first, timeout_s=5)).observed is RankState.FROZEN
 
-    place.tell_of(CliBackend, story, settings=settings(place, "toggle"))
+    place.tell_of(CliBackend, story, settings=cli_settings(place, "toggle"))
 
 
 # The daemon that ends here leaves a program behind, on purpose.
@@ -109,7 +43,7 @@ def test_with_toggles_a_job_with_two_ranks_is_refused_before_one_is_touched(plac
 @pytest.mark.parametrize("fails", [False, True], ids=["it worked", "it failed"])
 def test_the_next_daemon_finds_out_what_a_toggle_did_g8(place: Place, fails: bool) -> None:
     rank, name = place.rank()
-    chosen = settings(place, "toggle")
+    chosen = cli_settings(place, "toggle")
 
     async def cut_off(backend: CliBackend) -> None:
         await backend.freeze(name, timeout_s=5)
@@ -145,35 +79,6 @@ def children() -> list[int]:
     return found
 
 
-@BOTH
-def test_a_rank_that_is_stopped_or_dead_is_not_asked(place: Place, calls: str) -> None:
-    rank, name = place.rank()
-
-    async def story(backend: CliBackend) -> None:
-        rank.stop()
-        for outcome in await every_operation(backend, name):
-            cause, text = reason_of(outcome)
-            assert cause is Cause.STOPPED
-            assert "SIGCONT" in text
-        assert backend.hindrance(name.process) is not None
-        rank.kill()
-        backend.forget(name.process)
-        for outcome in await every_operation(backend, name):
-            assert reason_of(outcome)[1] == "its process has ended"
-
-    place.tell_of(CliBackend, story, settings=settings(place, calls))
-
-
-async def every_operation(backend: CliBackend, name: RankId) -> list[Outcome]:
-    return [
-        await backend.freeze(name, timeout_s=5),
-        await backend.snapshot(name),
-        await backend.restore(name),
-        await backend.thaw(name),
-        await backend.state(name),
-    ]
-
-
 def test_a_utility_that_is_missing_is_named(place: Place) -> None:
     async def story(backend: CliBackend) -> None:
         raise AssertionError("it must not start")
@@ -188,7 +93,7 @@ def test_a_utility_that_cannot_be_run_any_more_leaves_the_rank_as_it_is(
     place: Place, calls: str
 ) -> None:
     _, name = place.rank()
-    chosen = settings(place, calls)
+    chosen = cli_settings(place, calls)
 
     async def story(backend: CliBackend) -> None:
         os.unlink(chosen.cli.program)
@@ -240,4 +145,4 @@ def test_files_of_processes_that_are_gone_are_forgotten_at_the_start(place: Plac
     async def story(_backend: CliBackend) -> None:
         assert sorted(place.directory.iterdir()) == sorted(kept)
 
-    place.tell_of(CliBackend, story, settings=settings(place, "toggle"))
+    place.tell_of(CliBackend, story, settings=cli_settings(place, "toggle"))

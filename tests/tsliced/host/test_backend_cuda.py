@@ -10,64 +10,12 @@ import signal
 
 import pytest
 from backend_lab import Place, rank_id, reason_of
-from harness import resident_bytes
-from in_process import MIB, until
+from in_process import until
 
 from tsliced.core.model import Cause, ProcessId, RankId, RankState
 from tsliced.host.backends import cuda
 from tsliced.host.backends.base import BackendError
 from tsliced.host.backends.cuda import CudaBackend
-
-
-def test_a_rank_is_taken_off_and_brought_back_whole(place: Place) -> None:
-    rank, name = place.rank(mib=32)
-    digest = rank.do("digest")
-
-    async def story(backend: CudaBackend) -> None:
-        assert (await backend.state(name)).observed is RankState.RUNNING
-        assert (await backend.freeze(name, timeout_s=5)).observed is RankState.FROZEN
-        before = resident_bytes(rank.pid)
-        parked = await backend.snapshot(name)
-        assert (parked.observed, parked.failure) == (RankState.PARKED, None)
-        assert parked.seconds > 0
-        assert resident_bytes(rank.pid) - before > 28 * MIB
-        assert place.host.used_bytes() == 0
-        assert (await backend.restore(name)).observed is RankState.FROZEN
-        assert (await backend.thaw(name)).observed is RankState.RUNNING
-
-    place.tell(story)
-    assert rank.do("digest") == digest
-
-
-def test_a_freeze_that_takes_too_long_leaves_the_rank_running(place: Place) -> None:
-    rank, name = place.rank()
-    rank.do("launch", ms=1000)
-
-    async def story(backend: CudaBackend) -> None:
-        outcome = await backend.freeze(name, timeout_s=0.1)
-        assert outcome.observed is RankState.RUNNING
-        assert reason_of(outcome)[0] is Cause.FREEZE_TIMEOUT
-        assert (await backend.freeze(name, timeout_s=10)).observed is RankState.FROZEN
-
-    place.tell(story)
-
-
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [(801, Cause.UNSUPPORTED), (800, Cause.NOT_PERMITTED), (304, Cause.DRIVER)],
-)
-def test_what_the_driver_refuses_has_a_cause(place: Place, code: int, cause: Cause) -> None:
-    _, name = place.rank()
-
-    async def story(backend: CudaBackend) -> None:
-        await backend.freeze(name, timeout_s=5)
-        place.host.fault(f"checkpoint * * error:{code}")
-        outcome = await backend.snapshot(name)
-        assert outcome.observed is RankState.FROZEN
-        assert reason_of(outcome)[0] is cause
-        assert str(code) in reason_of(outcome)[1]
-
-    place.tell(story)
 
 
 def test_a_rank_that_is_broken_for_good_is_said_to_be(place: Place) -> None:
@@ -83,37 +31,14 @@ def test_a_rank_that_is_broken_for_good_is_said_to_be(place: Place) -> None:
     place.tell(story)
 
 
-def test_a_process_that_cannot_run_is_not_asked(place: Place) -> None:
+def test_a_process_that_cannot_run_is_not_looked_at(place: Place) -> None:
     rank, name = place.rank()
 
     async def story(backend: CudaBackend) -> None:
         await backend.freeze(name, timeout_s=5)
         rank.stop()
-        for outcome, observed in (
-            (await backend.freeze(name, timeout_s=5), RankState.RUNNING),
-            (await backend.snapshot(name), RankState.FROZEN),
-            (await backend.restore(name), RankState.PARKED),
-            (await backend.thaw(name), RankState.FROZEN),
-            (await backend.state(name), RankState.UNKNOWN),
-        ):
-            cause, text = reason_of(outcome)
-            assert cause is Cause.STOPPED
-            assert "SIGCONT" in text
-            assert outcome.observed is observed, "as it was, for nothing was tried"
         with pytest.raises(BackendError, match="SIGCONT"):
             await backend.probe(name.process)
-        os.kill(rank.pid, signal.SIGCONT)
-        assert (await backend.thaw(name)).failure is None
-
-    place.tell(story)
-
-
-def test_a_process_that_is_gone_is_not_asked(place: Place) -> None:
-    rank, name = place.rank()
-    rank.kill()
-
-    async def story(backend: CudaBackend) -> None:
-        assert "ended" in reason_of(await backend.freeze(name, timeout_s=5))[1]
 
     place.tell(story)
 
