@@ -91,6 +91,9 @@ def test_phases_that_are_mostly_switches_are_named() -> None:
         r"a gives the devices back too often\. .*: training \(\d\d\.\ds, 3\d% sw", text
     )
     assert "Sharing pays. On trainer, a and b together took 2h01m" in text
+    assert "they would take, worked out from their waits, " in text
+    recorded = said(shared(2.0), alone(1.0), alone(1.0, "1000/b"))
+    assert "they would take 3h" in recorded
     coarse = said(shared(6.0, rollout_s=1800.0, training_s=900.0, reward_s=3600.0))
     assert "too often" not in coarse
 

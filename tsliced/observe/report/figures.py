@@ -135,8 +135,9 @@ class GroupFigures:
     duty: Duty
     #: Of the devices if each job had some of its own.
     before: Duty
-    #: What the jobs would take one after the other.
+    #: What the jobs would take one after the other, and whether all of them were recorded alone.
     serial_s: float
+    recorded: bool
 
     @property
     def gain(self) -> float:
@@ -436,6 +437,7 @@ def _group(
         duty=duty,
         before=Duty(held=useful, useful=useful, kernel=kernel),
         serial_s=serial_s,
+        recorded=all(job.recorded for job in own),
     )
 
 

@@ -59,9 +59,10 @@ def _gain(group: GroupFigures) -> Sentence:
         else f"{len(group.jobs)} jobs"
     )
     times = f"{group.gain:.2f} times as fast as one after the other"
+    how = "" if group.recorded else ", worked out from their waits,"
     text = (
         f"On {group.name}, {names} together took {duration(group.span_s)}; one after the other "
-        f"they would take {duration(group.serial_s)}: {times}."
+        f"they would take{how} {duration(group.serial_s)}: {times}."
     )
     if group.gain >= _WORTH_IT:
         return Sentence(tone=Tone.GOOD, text=f"Sharing pays. {text}")

@@ -7,7 +7,7 @@
   const [HELD, WAITING, SWITCHING, HOST] = [0, 1, 2, 3];
   const FIRST_STEP = 4, FIRST_JOB = 16, COLOURS = 8;
   const STEPS = ["freeze", "snapshot", "restore", "thaw"];
-  const WHOLE = [1, 2, 5].flatMap((n) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((m) => n * m)).sort((a, b) => a - b);
+  const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
   const LANE = 36, STRIP = 9, CHART = 170;
   const byId = (id) => document.getElementById(id);
 
@@ -57,7 +57,8 @@
     const two = (n) => String(n).padStart(2, "0");
     const text = `${two(at.getHours())}:${two(at.getMinutes())}`;
     if (step >= 60) return text;
-    return `${text}:${two(at.getSeconds())}${step < 1 ? `.${Math.floor(at.getMilliseconds() / 100)}` : ""}`;
+    const tenths = step < 1 ? `.${Math.floor(at.getMilliseconds() / 100)}` : "";
+    return `${text}:${two(at.getSeconds())}${tenths}`;
   }
 
   // --- the tip -----------------------------------------------------------------------------
@@ -116,7 +117,10 @@
   }
 
   const timeAxis = () =>
-    axis({ space: 80, values: (_, at, _axis, _space, step) => at.map((each) => clock(each, step)) });
+    axis({
+      space: 80,
+      values: (_, at, _axis, _space, step) => at.map((each) => clock(each, step)),
+    });
 
   function timeScale() {
     return { time: false, range: (_, min, max) => [min ?? 0, max > min ? max : min + 1e-3] };
@@ -130,116 +134,123 @@
 
   // --- lanes -------------------------------------------------------------------------------
 
+  const isStep = (kind) => kind >= FIRST_STEP && kind < FIRST_JOB;
+  const firstJob = data.lanes.findIndex((lane) => lane.kind === "job");
+  // Phases of one job are its colour, each a little lighter than the one before.
+  const shades = data.lanes.map((lane) => {
+    const held = lane.bars.filter((_, n) => n % 4 === 3 && lane.bars[n - 1] === HELD);
+    return new Map([...new Set(held)].map((label, n) => [label, Math.max(0.4, 1 - 0.25 * n)]));
+  });
+
+  function shortened(name) {
+    const most = Math.floor(labelWidth() / 7);
+    return name.length > most ? `${name.slice(0, most - 1)}…` : name;
+  }
+
+  // Where a lane is on the canvas, in its own pixels; steps of moves have a strip at the bottom.
+  function place(plot, index) {
+    const { bbox } = plot, ratio = devicePixelRatio || 1;
+    const high = bbox.height / data.lanes.length, pad = 4 * ratio;
+    const strip = data.lanes[index].kind === "job" ? STRIP * ratio : 0;
+    const top = bbox.top + index * high;
+    return {
+      ratio, strip,
+      y: top + pad, tall: high - 2 * pad - strip, stripY: top + high - pad - strip,
+      left: bbox.left, right: bbox.left + bbox.width,
+    };
+  }
+
+  function paintLane(plot, index) {
+    const { ctx } = plot, lane = data.lanes[index], where = place(plot, index);
+    const { min, max } = plot.scales.x, scale = (where.right - where.left) / (max - min);
+    for (let n = 0; n < lane.bars.length; n += 4) {
+      const [begin, length, kind, label] = lane.bars.slice(n, n + 4);
+      const x = where.left + (begin / 1000 - min) * scale;
+      const wide = Math.max(where.ratio, (length / 1000) * scale);
+      if (x + wide < where.left || x > where.right) continue;
+      ctx.globalAlpha = kind === HELD ? shades[index].get(label) : kind === HOST ? 0.45 : 1;
+      ctx.fillStyle = colourOf(kind, index - firstJob);
+      if (isStep(kind)) ctx.fillRect(x, where.stripY, wide, where.strip);
+      else {
+        ctx.fillRect(x, where.y, wide, where.tall);
+        if (kind !== WAITING) paintText(ctx, where, x, wide, kind, data.labels[label]);
+      }
+    }
+    ctx.globalAlpha = 1;
+  }
+
+  function paintText(ctx, where, x, wide, kind, text) {
+    const from = Math.max(x, where.left) + 4 * where.ratio;
+    const room = Math.min(x + wide, where.right) - from;
+    if (room < 28 * where.ratio || ctx.measureText(text).width > room) return;
+    ctx.globalAlpha = 1;
+    ctx.fillStyle = kind === HOST ? colour("ink") : colour("ground");
+    ctx.fillText(text, from, where.y + where.tall / 2);
+  }
+
+  function paintLanes(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.font = `${11 * (devicePixelRatio || 1)}px system-ui, sans-serif`;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "left";
+    data.lanes.forEach((_, index) => paintLane(plot, index));
+    ctx.restore();
+  }
+
+  function barAt(plot, left, top) {
+    const high = plot.over.clientHeight / data.lanes.length;
+    const index = Math.floor(top / high), lane = data.lanes[index];
+    if (lane === undefined) return null;
+    const at = 1000 * plot.posToVal(left, "x"), slack = 1000 * plot.posToVal(left + 2, "x") - at;
+    const inStrip = lane.kind === "job" && top - index * high > high - STRIP - 6;
+    let found = null;
+    for (let n = 0; n < lane.bars.length; n += 4) {
+      const [begin, length, kind, label] = lane.bars.slice(n, n + 4);
+      if (begin - slack > at) break;
+      if (isStep(kind) === inStrip && at <= begin + length + slack)
+        found = { lane, begin, length, label };
+    }
+    return found;
+  }
+
+  function hover(plot, event) {
+    const found = barAt(plot, event.offsetX, event.offsetY);
+    if (found === null) {
+      tip.hidden = true;
+      return;
+    }
+    showTip(event, [
+      data.labels[found.label],
+      `${duration(found.length / 1000)} from ${clock(found.begin / 1000, 0.5)}`,
+      found.lane.name,
+    ]);
+  }
+
   function lanes() {
     const count = data.lanes.length;
     if (count === 0) return;
-    const isStep = (kind) => kind >= FIRST_STEP && kind < FIRST_JOB;
-    const shortened = (name) => {
-      const most = Math.floor(labelWidth() / 7);
-      return name.length > most ? `${name.slice(0, most - 1)}…` : name;
-    };
-    const firstJob = data.lanes.findIndex((lane) => lane.kind === "job");
-    // Phases of one job are its colour, each a little lighter than the one before.
-    const phases = data.lanes.map((lane) => {
-      const held = lane.bars.filter((_, n) => n % 4 === 3 && lane.bars[n - 1] === HELD);
-      return new Map([...new Set(held)].map((label, n) => [label, Math.max(0.4, 1 - 0.25 * n)]));
+    const names = axis({
+      size: labelWidth(),
+      splits: () => data.lanes.map((_, index) => count - index - 0.5),
+      values: () => data.lanes.map((lane) => shortened(lane.name)),
+      grid: { show: false },
+      ticks: { show: false },
     });
-
-    function paint(plot) {
-      const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
-      const { min, max } = plot.scales.x, scale = bbox.width / (max - min);
-      const high = bbox.height / count;
-      ctx.save();
-      ctx.beginPath();
-      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-      ctx.clip();
-      ctx.font = `${11 * ratio}px system-ui, sans-serif`;
-      ctx.textBaseline = "middle";
-      ctx.textAlign = "left";
-      data.lanes.forEach((lane, index) => {
-        const top = bbox.top + index * high, job = index - firstJob;
-        const strip = lane.kind === "job" ? STRIP * ratio : 0;
-        const pad = 4 * ratio;
-        for (let n = 0; n < lane.bars.length; n += 4) {
-          const [begin, length, kind, label] = lane.bars.slice(n, n + 4);
-          const x = bbox.left + (begin / 1000 - min) * scale;
-          const wide = Math.max(ratio, (length / 1000) * scale);
-          if (x + wide < bbox.left || x > bbox.left + bbox.width) continue;
-          let y = top + pad, tall = high - 2 * pad - strip;
-          if (isStep(kind)) [y, tall] = [top + high - pad - strip, strip];
-          ctx.globalAlpha = 1;
-          if (kind === HELD) ctx.globalAlpha = phases[index].get(label);
-          else if (kind === HOST) ctx.globalAlpha = 0.45;
-          ctx.fillStyle = colourOf(kind, job);
-          ctx.fillRect(x, y, wide, tall);
-          const text = data.labels[label];
-          const from = Math.max(x, bbox.left) + 4 * ratio;
-          const room = Math.min(x + wide, bbox.left + bbox.width) - from;
-          if (!isStep(kind) && kind !== WAITING && room > 28 * ratio && ctx.measureText(text).width < room) {
-            ctx.globalAlpha = 1;
-            ctx.fillStyle = kind === HOST ? colour("ink") : colour("ground");
-            ctx.fillText(text, from, y + tall / 2);
-          }
-        }
-        ctx.globalAlpha = 1;
-      });
-      ctx.restore();
-    }
-
-    function barAt(plot, left, top) {
-      const index = Math.floor((top / plot.over.clientHeight) * count), lane = data.lanes[index];
-      if (lane === undefined) return null;
-      const at = 1000 * plot.posToVal(left, "x"), slack = 1000 * (plot.posToVal(left + 2, "x") - plot.posToVal(left, "x"));
-      const within = top - (index * plot.over.clientHeight) / count;
-      const inStrip = lane.kind === "job" && within > plot.over.clientHeight / count - STRIP - 6;
-      let found = null;
-      for (let n = 0; n < lane.bars.length; n += 4) {
-        const [begin, length, kind, label] = lane.bars.slice(n, n + 4);
-        if (begin - slack > at) break;
-        if (isStep(kind) === inStrip && at <= begin + length + slack) found = { lane, begin, length, kind, label };
-      }
-      return found;
-    }
-
-    function hover(plot, event) {
-      const found = barAt(plot, event.offsetX, event.offsetY);
-      if (found === null) {
-        tip.hidden = true;
-        return;
-      }
-      showTip(event, [
-        data.labels[found.label],
-        `${duration(found.length / 1000)} from ${clock(found.begin / 1000, 0.5)}`,
-        found.lane.name,
-      ]);
-    }
-
-    const plot = add(
-      new uPlot(
-        {
-          width: width(),
-          height: count * LANE + 60,
-          legend: { show: false },
-          cursor: { sync: { key: "time" }, y: false, points: { show: false } },
-          scales: { x: timeScale(), y: { range: () => [0, count] } },
-          series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
-          axes: [
-            timeAxis(),
-            axis({
-              size: labelWidth(),
-              splits: () => data.lanes.map((_, index) => count - index - 0.5),
-              values: () => data.lanes.map((lane) => shortened(lane.name)),
-              grid: { show: false },
-              ticks: { show: false },
-            }),
-          ],
-          hooks: { draw: [paint], setScale: [follow] },
-        },
-        [[0, data.span], [null, null]],
-        byId("lanes"),
-      ),
-      true,
-    );
+    const options = {
+      width: width(),
+      height: count * LANE + 60,
+      legend: { show: false },
+      cursor: { sync: { key: "time" }, y: false, points: { show: false } },
+      scales: { x: timeScale(), y: { range: () => [0, count] } },
+      series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
+      axes: [timeAxis(), names],
+      hooks: { draw: [paintLanes], setScale: [follow] },
+    };
+    const plot = add(new uPlot(options, [[0, data.span], [null, null]], byId("lanes")), true);
     plot.over.addEventListener("mousemove", (event) => hover(plot, event));
     plot.over.addEventListener("mouseleave", () => (tip.hidden = true));
     plot.setScale("x", { min: 0, max: data.span });
@@ -247,14 +258,13 @@
 
   // --- curves ------------------------------------------------------------------------------
 
-  function chart(spec, parent) {
-    const isTime = spec.x === "time";
-    element(parent, "h3", spec.unit ? `${spec.title} (${spec.unit})` : spec.title);
-    const tables = spec.curves.map((curve) => [curve.x, curve.y]);
-    const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  const rounded = (value) => (value == null ? "-" : String(Number(value.toPrecision(5))));
+
+  function seriesOf(spec) {
     const stepped = spec.steps ? { paths: uPlot.paths.stepped({ align: 1 }) } : {};
     let solid = -1;
-    const series = spec.curves.map((curve) => {
+    return spec.curves.map((curve) => {
+      // A dashed curve belongs to the one before it, and has its colour.
       if (!curve.dash) solid += 1;
       const number = Math.max(0, solid);
       return {
@@ -264,37 +274,37 @@
         dash: curve.dash ? [5, 4] : undefined,
         spanGaps: true,
         points: { show: curve.x.length < 40 && !spec.steps, size: 4 },
-        value: (_, value) => (value == null ? "-" : String(Number(value.toPrecision(5)))),
+        value: (_, value) => rounded(value),
         ...stepped,
       };
     });
+  }
+
+  function chart(spec, parent) {
+    const isTime = spec.x === "time";
+    element(parent, "h3", spec.unit ? `${spec.title} (${spec.unit})` : spec.title);
+    const tables = spec.curves.map((curve) => [curve.x, curve.y]);
     const x = {
       label: { time: "Time", step: "Step", seconds: "Seconds" }[spec.x],
-      value: (_, value) => (value == null ? "-" : isTime ? clock(value, 0.5) : String(Number(value.toPrecision(5)))),
+      value: (_, value) => (value != null && isTime ? clock(value, 0.5) : rounded(value)),
     };
-    const most = spec.most;
-    const plot = add(
-      new uPlot(
-        {
-          width: width(),
-          height: CHART,
-          cursor: isTime ? { sync: { key: "time" } } : {},
-          scales: {
-            x: isTime ? timeScale() : { time: false },
-            y: most ? { range: () => [0, most] } : {},
-          },
-          series: [x, ...series],
-          axes: [
-            isTime ? timeAxis() : axis(spec.x === "step" ? { incrs: WHOLE } : {}),
-            axis({ size: labelWidth() }),
-          ],
-          hooks: { setScale: [follow] },
-        },
-        joined,
-        parent,
-      ),
-      isTime,
-    );
+    const options = {
+      width: width(),
+      height: CHART,
+      cursor: isTime ? { sync: { key: "time" } } : {},
+      scales: {
+        x: isTime ? timeScale() : { time: false },
+        y: spec.most ? { range: () => [0, spec.most] } : {},
+      },
+      series: [x, ...seriesOf(spec)],
+      axes: [
+        isTime ? timeAxis() : axis(spec.x === "step" ? { incrs: WHOLE } : {}),
+        axis({ size: labelWidth() }),
+      ],
+      hooks: { setScale: [follow] },
+    };
+    const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
+    const plot = add(new uPlot(options, joined, parent), isTime);
     if (isTime) plot.setScale("x", { min: 0, max: data.span });
   }
 
@@ -312,16 +322,18 @@
       document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
       recolour();
     });
-    element(parent, "span", "Drag over a stretch to zoom in, double-click for all of it.").className = "note";
+    const note = "Drag over a stretch to zoom in, double-click for all of it.";
+    element(parent, "span", note).className = "note";
   }
 
   function key() {
     const parent = byId("key");
     parent.replaceChildren();
     const named = data.jobs.map((name, job) => [name, jobColour(job)]);
-    named.push(["waiting", colour("waiting")], ["switching", colour("switching")], ["on the host", colour("host")]);
-    for (const step of STEPS) named.push([step, colour(step)]);
-    for (const [name, swatch] of named) element(parent, "span", name).style.setProperty("--swatch", swatch);
+    named.push(["on the host", colour("host")]);
+    for (const name of ["waiting", "switching", ...STEPS]) named.push([name, colour(name)]);
+    for (const [name, swatch] of named)
+      element(parent, "span", name).style.setProperty("--swatch", swatch);
   }
 
   function recolour() {
