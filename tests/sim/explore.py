@@ -14,12 +14,12 @@ taken in one order only (`_apart`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import sys
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, combinations_with_replacement
@@ -28,10 +28,11 @@ from typing import NamedTuple
 from judge import Judge, Wrong
 from scenes import SCENES, Scene
 from simulate import with_fixed_hashes
+from space import Budget, Edges, Numbered, Space, State
 from still import VALUES
-from stills import Label, Stills
+from stills import Label, Pending, Stills
 from transcript import describe
-from wires import Queues, Wires
+from wires import Wires
 
 from tsliced.core.model import Cause, JobKey, RankState
 
@@ -41,45 +42,6 @@ SPUN = Cause.FREEZE_TIMEOUT.value
 
 #: Faults after which whoever waits may be refused, or be gone.
 EXCUSES = ("failures", "reboots", "acts")
-
-
-class Budget(NamedTuple):
-    """What may still go wrong, by kind."""
-
-    #: Operations that fail.
-    failures: int = 0
-    #: Daemons that are killed.
-    kills: int = 0
-    #: Machines that lose their power.
-    reboots: int = 0
-    #: Links that are cut.
-    cuts: int = 0
-    #: Clocks that strike, in whatever order, however much time they had left.
-    clocks: int = 0
-    #: Things that clients or their processes do.
-    acts: int = 0
-
-    def less(self, kind: str) -> Budget | None:
-        """Return what is left after one of a kind; None: there is none."""
-        left = getattr(self, kind)
-        return self._replace(**{kind: left - 1}) if left else None
-
-    def __str__(self) -> str:
-        given = [f"{count} {kind}" for kind, count in self._asdict().items() if count]
-        return ", ".join(given) or "nothing wrong"
-
-
-class State(NamedTuple):
-    """Where all hosts are, and what is under way between them."""
-
-    #: By host: the number of its state.
-    hosts: tuple[int, ...]
-    queues: Queues
-    #: Directions of links that are cut.
-    cut: frozenset[int]
-    #: By host: how often its machine has booted anew.
-    boots: tuple[int, ...]
-    budget: Budget
 
 
 class Step(NamedTuple):
@@ -116,31 +78,36 @@ class Search:
     stills: list[Stills] = field(init=False)
     wires: Wires = field(init=False)
     judge: Judge = field(init=False)
-    states: list[State] = field(default_factory=list)
+    states: Space = field(init=False)
     findings: dict[str, Finding] = field(default_factory=dict)
     steps: int = 0
     #: All states that can be reached have been looked at.
     complete: bool = False
-    _numbers: dict[State, int] = field(default_factory=dict)
-    #: By state: from which other one it was reached first, and by which step.
-    _came: list[tuple[int, Step | None]] = field(default_factory=list)
-    #: From which state to which a step without a fault leads, one after the other.
-    _edges: array[int] = field(default_factory=lambda: array("l"))
+    #: By state: from which other one it was reached first, ...
+    _origins: array[int] = field(default_factory=lambda: array("I"))
+    #: ... and by which step.
+    _came: array[int] = field(default_factory=lambda: array("I"))
+    _steps: Numbered[Step | None] = field(default_factory=Numbered)
+    #: From which state to which a step without a fault leads.
+    _edges: Edges = field(default_factory=Edges)
     #: From where all comes to rest: by everything but the budget.
-    _restful: set[tuple[object, ...]] = field(default_factory=set)
+    _restful: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         worlds = self.scene.worlds
         names = sorted(worlds)
         self.stills = [Stills.of(worlds[name], self.scene.acts[name]) for name in names]
         self.wires, self.judge = Wires(names), Judge(self.stills)
+        self.states = Space(len(names))
 
     def run(self) -> None:
         """Look at all states, or as many as allowed."""
-        self._enter(self._first(), 0, None)
-        todo = deque([0])
-        while todo:
-            number = todo.popleft()
+        first = self._first()
+        self._enter(first, self.states.key(first), 0, None)
+        # As they come: their numbers are their order.
+        for number in itertools.count():
+            if number == len(self.states):
+                break
             state = self.states[number]
             for step, budget in self._apart(state) or self._possible(state):
                 self.steps += 1
@@ -149,16 +116,18 @@ class Search:
                 except Wrong as wrong:
                     self.find(str(wrong), number, [step])
                     continue
-                known = self._numbers.get(after)
+                key = self.states.key(after)
+                known = self.states.number_of(key)
                 if known is None:
-                    todo.append(len(self.states))
-                    known = self._enter(after, number, step)
+                    known = self._enter(after, key, number, step)
                 if budget is state.budget:
-                    self._edges.extend((number, known))
+                    self._edges.add(known)
+            self._edges.close()
             if len(self.states) >= self.limit or len(self.findings) >= self.max_findings:
                 return
         self.complete = True
-        assert not self.reduced or self._is_acyclic(), "steps may be put off for ever"
+        # Else a step that is put off because its order does not matter may be put off for ever.
+        assert not self.reduced or self._edges.are_acyclic(), "steps may be put off for ever"
 
     def _first(self) -> State:
         count = len(self.stills)
@@ -170,32 +139,12 @@ class Search:
             queues[direction] = (*queues[direction], said)
         return State((0,) * count, tuple(queues), frozenset(), (0,) * count, self.budget)
 
-    def _enter(self, state: State, origin: int, step: Step | None) -> int:
-        number = self._numbers[state] = len(self.states)
-        self.states.append(state)
-        self._came.append((origin, step))
+    def _enter(self, state: State, key: bytes, origin: int, step: Step | None) -> int:
+        number = self.states.add(key)
+        self._origins.append(origin)
+        self._came.append(self._steps.of(step))
         self._come_to_rest(state, number)
         return number
-
-    def _is_acyclic(self) -> bool:
-        """Whether no steps without faults lead back to where they began.
-
-        Else a step that is put off because its order does not matter may be put off for ever.
-        """
-        after: dict[int, list[int]] = {}
-        before = array("l", [0]) * len(self.states)
-        for source, target in zip(self._edges[::2], self._edges[1::2], strict=True):
-            after.setdefault(source, []).append(target)
-            before[target] += 1
-        free = [number for number, count in enumerate(before) if not count]
-        seen = 0
-        while free:
-            seen += 1
-            for target in after.get(free.pop(), ()):
-                before[target] -= 1
-                if not before[target]:
-                    free.append(target)
-        return seen == len(self.states)
 
     def is_over(self, state: State) -> bool:
         """Whether nothing more may happen."""
@@ -257,11 +206,13 @@ class Search:
 
     def _endings(self, state: State, host: int) -> list[Label]:
         """Return how what is pending on a host ends without any fault."""
-        facts = self.stills[host].facts[state.hosts[host]]
         return [
             Label("ends", index, SPUN if self._spins(state, pending.freezes) else "")
-            for index, pending in enumerate(facts.pending)
+            for index, pending in enumerate(self._pending(state, host))
         ]
+
+    def _pending(self, state: State, host: int) -> tuple[Pending, ...]:
+        return self.stills[host].facts[state.hosts[host]].pending
 
     def _spins(self, state: State, job: JobKey | None) -> bool:
         """Whether a job's ranks wait for one that is parked, and so cannot be frozen."""
@@ -278,18 +229,25 @@ class Search:
         So it is if nothing may go wrong any more, if nothing that others do lets the host do
         anything else, and if none of it changes what is judged. Empty: it does matter.
         """
-        if not self.reduced or state.cut or any(state.budget):
+        if not self.reduced or any(state.budget):
             return []
+        parted = {host for direction in state.cut for host in divmod(direction, len(self.stills))}
         own = [self._own_steps(state, host) for host in range(len(self.stills))]
         for host, steps in enumerate(own):
-            if steps and self._is_left_alone(state, host, own) and self._is_unseen(state, steps):
+            # What a link does that comes back, its hosts notice.
+            if not steps or host in parted or not self._is_unseen(state, steps):
+                continue
+            if any(pending.freezes for pending in self._pending(state, host)):
+                # How that ends depends on where the job is on other hosts.
+                continue
+            others = self.wires.others(host)
+            idle = not state.cut and not any(own[other] for other in others)
+            if idle or self._is_left_alone(state, host):
                 return [(step, state.budget) for step in steps]
         return []
 
-    def _is_left_alone(self, state: State, host: int, own: list[list[Step]]) -> bool:
+    def _is_left_alone(self, state: State, host: int) -> bool:
         others = self.wires.others(host)
-        if not any(own[other] for other in others):
-            return True
         # What comes behind something else that is to be heard is heard later anyhow.
         return all(
             state.queues[self.wires.direction(other, host)]
@@ -366,12 +324,12 @@ class Search:
 
     def _come_to_rest(self, state: State, number: int) -> None:
         """Go on in one way without any fault until all is at rest; find what keeps it from that."""
-        passed: dict[tuple[object, ...], None] = {}
+        passed: dict[bytes, None] = {}
         steps: list[Step] = []
         mended = False
         # Nobody was let down by its own doing, so who waited gets what it waits for.
         unhurt = all(getattr(state.budget, k) == getattr(self.budget, k) for k in EXCUSES)
-        while (key := (*state[:-1], mended, unhurt)) not in self._restful:
+        while (key := self.states.key(state, mended, unhurt)) not in self._restful:
             if key in passed:
                 self.find("it goes round for ever", number, steps, onward=True)
                 break
@@ -439,10 +397,9 @@ class Search:
         if text in self.findings:
             return
         way: list[Step] = []
-        origin, came = self._came[number]
-        while came is not None:
+        while (came := self._steps.all[self._came[number]]) is not None:
             way.append(came)
-            origin, came = self._came[origin]
+            number = self._origins[number]
         told = [self._tell(step) for step in reversed(way)]
         told += ["then without any fault:"] if onward else []
         self.findings[text] = Finding(text, (*told, *map(self._tell, steps)))

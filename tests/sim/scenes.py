@@ -13,7 +13,7 @@ from stills import Act
 from tsliced.core.messages import PeerMessage
 from tsliced.core.model import CoreLimits, GroupName, HostName, JobKey, LeaseId, SessionId
 
-G = GroupName("g")
+G, H = GroupName("g"), GroupName("h")
 A, B = job("a"), job("b")
 
 #: Numbers never run out, and nobody is let on for being parked long.
@@ -119,4 +119,5 @@ def _of_ranks(name: str) -> dict[str, Act]:
 SCENES: dict[str, Callable[[], Scene]] = {
     "switch": lambda: switch({G: (N1, N2)}),
     "switch3": lambda: switch({G: (N1, N2, N3)}),
+    "joint": lambda: switch({G: (N1,), H: (N2,)}),
 }
