@@ -48,6 +48,7 @@ RING_1 = (
     "neighbours",
     "net",
     "observe",
+    "qualifying",
     "rescue",
     "reserving",
 )

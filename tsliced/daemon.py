@@ -67,6 +67,7 @@ from tsliced.observe.details import Details
 from tsliced.observe.sampling import Sampler
 from tsliced.observe.status import StatusPage, summary
 from tsliced.observe.told import Told, ToldLimits
+from tsliced.qualifying import Qualifying
 from tsliced.reloading import Reloader, ReloadRefused
 from tsliced.reserving import Ledgers
 from tsliced.sdnotify import Notifier
@@ -289,19 +290,7 @@ class Daemon:
         config, groups, journal = self.config, base.groups, base.journal
         allocations, membership = self._make_membership()
         machine = self._make_machine(groups, journal)
-        around = Surroundings(
-            journal=journal,
-            history=journal.open_history(
-                config.history.max_events, recording=config.history.record
-            ),
-            backend=base.backend,
-            scanner=Scanner(groups, base.devices, membership, base.backend),
-            membership=membership,
-            ledgers=self._make_ledgers(),
-            log=self.log,
-            tasks=tasks,
-        )
-        around.moves.recall(around.history.since(None, config.history.max_events).events)
+        around = self._make_surroundings(machine, membership, base, tasks)
         stack.callback(around.history.flush)
         driver = self._make_driver(machine, around, on_broken)
         stack.callback(driver.close)
@@ -391,6 +380,27 @@ class Daemon:
         recover(machine, journal.load(), now=time.monotonic())
         return machine
 
+    def _make_surroundings(
+        self, machine: Machine, membership: Membership, base: _Base, tasks: asyncio.TaskGroup
+    ) -> Surroundings:
+        history = self.config.history
+        qualifying = self._make_qualifying(machine, base.devices)
+        scanner = Scanner(base.groups, base.devices, membership, base.backend)
+        scanner.knows = qualifying.knows
+        around = Surroundings(
+            journal=base.journal,
+            history=base.journal.open_history(history.max_events, recording=history.record),
+            backend=base.backend,
+            scanner=scanner,
+            membership=membership,
+            ledgers=self._make_ledgers(),
+            log=self.log,
+            tasks=tasks,
+            qualifying=qualifying,
+        )
+        around.moves.recall(around.history.since(None, history.max_events).events)
+        return around
+
     def _make_driver(
         self, machine: Machine, around: Surroundings, on_broken: Callable[[], None]
     ) -> Driver:
@@ -402,6 +412,15 @@ class Daemon:
         allocations = Allocations(Path(daemon.state_dir))
         leader_of = allocations.leader_of
         return allocations, Membership(daemon.cluster, limit=limit, leader_of=leader_of)
+
+    def _make_qualifying(self, machine: Machine, devices: Devices | None) -> Qualifying:
+        inventory = devices.inventory() if devices is not None else ()
+        driver = inventory[0].driver_version if inventory else "none"
+        return Qualifying(
+            machine=machine,
+            path=Path(self.config.daemon.state_dir) / "kinds.json",
+            terms=f"{driver} {self.config.ways()}",
+        )
 
     def _make_ledgers(self) -> Ledgers:
         memory = self.config.memory
@@ -439,7 +458,12 @@ class Daemon:
             reserved_bytes=around.ledgers.host.promised,
             moves=around.moves,
         )
-        details = Details(machine=driver.machine, status=status, allocations=allocations)
+        details = Details(
+            machine=driver.machine,
+            status=status,
+            allocations=allocations,
+            qualifying=around.qualifying,
+        )
         history = config.history
         limits = ToldLimits(
             max_events_per_s=history.max_job_events_per_s,

@@ -14,8 +14,8 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol, get_args
 
 from tsliced.core.actions import (
     Action,
@@ -57,7 +57,7 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.reconfiguring import objections
-from tsliced.host.backends.base import Backend
+from tsliced.host.backends.base import Backend, Outcome
 from tsliced.host.history import Fact, History
 from tsliced.host.journal import Journal, JournalError
 from tsliced.host.membership import Membership
@@ -66,7 +66,13 @@ from tsliced.host.processes import ExitWatch, NotAProcessError, ProcessLimitErro
 from tsliced.host.scan import ScanFailed, Scanner
 from tsliced.log import Log
 from tsliced.observe.sampling import Sampler
+from tsliced.qualifying import Qualifying
 from tsliced.reserving import Ledgers, Reserving
+
+#: Failures whose cause may be seen in the process.
+_PERHAPS_THE_JOBS: Final = frozenset(
+    {Cause.DRIVER, Cause.UNSUPPORTED, Cause.FAILED, Cause.NOT_FREED, Cause.FREEZE_TIMEOUT}
+)
 
 
 class Clients(Protocol):
@@ -106,6 +112,7 @@ class Surroundings:
     log: Log
     tasks: asyncio.TaskGroup
     moves: Moves = field(default_factory=Moves)
+    qualifying: Qualifying | None = None
 
 
 class Driver:
@@ -282,6 +289,8 @@ class Driver:
         around, now_unix = self.around, time.time()
         try:
             for note in notes:
+                if around.qualifying is not None:
+                    around.qualifying.on_note(note)
                 around.history.append(note.kind, note.level, note.facts, now_unix)
                 around.log.write(note.level, note.kind, note.facts)
         except Exception as exc:
@@ -330,6 +339,8 @@ class Driver:
         around.membership.forget(process)
         around.scanner.forget(process)
         around.backend.forget(process)
+        if around.qualifying is not None:
+            around.qualifying.forget(process)
 
     # --- actions ------------------------------------------------------------------------------
 
@@ -432,14 +443,36 @@ class Driver:
         seconds = outcome.seconds or time.monotonic() - started
         if outcome.failure is None:
             moves.learn(action.verb, moved, seconds)
+        failure = outcome.failure
+        if self.around.qualifying is not None:
+            outcome = replace(outcome, moved_bytes=moved, seconds=seconds)
+            failure = await self._learn(self.around.qualifying, action, outcome)
         return OperationFinished(
             op=action.op,
             rank=action.rank,
             observed=outcome.observed,
-            failure=outcome.failure,
+            failure=failure,
             moved_bytes=moved,
             seconds=seconds,
         )
+
+    async def _learn(
+        self, qualifying: Qualifying, action: StartOperation, outcome: Outcome
+    ) -> Reason | None:
+        """Take down how an operation went, and return why it failed, with what may help."""
+        backend, process, failure = self.around.backend, action.rank.process, outcome.failure
+        if failure is None:
+            way, on_devices = backend.way_of(process), None
+            tenancy = self.machine.tenancies.tenancy_of(action.rank)
+            if action.verb is Verb.THAW and tenancy is not None and tenancy.coordinator.qualifies:
+                on_devices = await backend.context.measure(process)
+            qualifying.on_operation(process, action.verb, outcome, way=way, on_devices=on_devices)
+            return None
+        leaves = action.verb in (Verb.FREEZE, Verb.SNAPSHOT)
+        if not leaves or failure.cause not in _PERHAPS_THE_JOBS:
+            return failure
+        advice = (await qualifying.look(process)).advice()
+        return failure if advice is None else replace(failure, text=f"{failure.text}; {advice}")
 
     def _device_bytes(self, action: StartOperation) -> int:
         """Return what an operation is about to move, by what is known of the rank."""

@@ -329,6 +329,7 @@ PARSERS: dict[object, Callable[[Message], Request]] = {
     "retry": _parse_job_order,
     "clear": _parse_job_order,
     "kill": _parse_job_order,
+    "qualify": _parse_job_order,
     "drain": _parse_drain_order,
     "undrain": _parse_drain_order,
     "host_dead": _parse_host_death,

@@ -187,7 +187,7 @@ class JobOrder:
     """Asks for something to be done about a job: by its own user, or an operator."""
 
     id: int
-    verb: Literal["retry", "clear", "kill"]
+    verb: Literal["retry", "clear", "kill", "qualify"]
     #: Its id, ``UID/ID``, or ``CLUSTER/UID/ID``.
     job: str
     #: Of a kill: from the request to end until the end.

@@ -6,6 +6,7 @@ It orders goals, each a barrier over all hosts, and decides by the reports:
     admit    RESTORED, then ON
     turn back (an evict that failed, or was taken back)    RESTORED, then ON
     withdraw (an admit that failed)                        OFF
+    qualify (an evict and an admit in one)                 FROZEN, OFF, RESTORED, then ON
 
 Every attempt and every change of direction takes a new epoch, which is written down with its goal
 before anybody is told. A coordinator that starts anew asks every host first and decides nothing
@@ -16,6 +17,7 @@ Safety rule: OFF is ordered only when all are FROZEN, ON only when all are RESTO
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -136,6 +138,12 @@ class Coordinator:
     goal: Goal = field(init=False)
     #: Why the move under way goes back, or why the tenancy is BLOCKED.
     reason: Reason | None = None
+    #: It has been seen to leave its devices and to come back.
+    qualified: bool = False
+    #: The move under way, or the latest one, is to see that.
+    qualifies: bool = False
+    #: Says whether others of the kind of all its ranks here were seen to do it.
+    is_known: Callable[[], bool] = lambda: False
     #: Evicting was given up on; it stays until a rank is gone or an operator clears it.
     pinned: Reason | None = None
     #: When it was PINNED or BLOCKED.
@@ -163,6 +171,7 @@ class Coordinator:
     _was_parked: bool = False
     #: It was on when it was asked after: ranks may have come up that nobody has seen.
     _was_on: bool = False
+    _insists: bool = False
     _least_term: int = 0
 
     def __post_init__(self) -> None:
@@ -230,13 +239,21 @@ class Coordinator:
             for host in self.hosts
         ]
 
-    def evict(self, *, now: float, ranks: int) -> list[Effect]:
-        """Begin to take the tenancy off. `ranks`: how many are known, for the time-out."""
+    def evict(
+        self, *, now: float, ranks: int, qualifies: bool = False, insists: bool = False
+    ) -> list[Effect]:
+        """Begin to take the tenancy off. `ranks`: how many are known, for the time-out.
+
+        If it `qualifies`, it is brought back when it has left, unless its kind is known to come
+        back and nobody `insists`.
+        """
         limits = self.limits
         freezes_s = max(1, ranks) * limits.freeze_timeout_s
         derived_s = limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
         self._barrier_s = limits.barrier_timeout_s or derived_s
-        return self._begin(Place.FREEZING, now)
+        effects = self._begin(Place.FREEZING, now)
+        self.qualifies, self._insists = qualifies, insists
+        return effects
 
     def admit(self, *, now: float, parked: bool) -> list[Effect]:
         """Begin to bring the tenancy on. `parked`: some of its state is in host memory."""
@@ -263,6 +280,7 @@ class Coordinator:
         self.reason, self.began_at, self._recoveries = None, now, 0
         self.taken.clear()
         self._off_ordered, self._was_on = place is Place.ASKING, self.place is Place.ON
+        self.qualifies = False
         return self._turn(place, now)
 
     # --- events -------------------------------------------------------------------------------
@@ -316,6 +334,12 @@ class Coordinator:
         self._count_time(now)
         if self.place is Place.ASKING:
             return self._decide(now)
+        if self.place is Place.SNAPSHOTTING and self.qualifies:
+            # By now all ranks have been seen.
+            self.qualifies = self._insists or not self.is_known()
+        if self.place is Place.SNAPSHOTTING and self.qualifies:
+            self._was_parked = True
+            return self._turn(Place.RESTORING, now)
         if (after := NEXT.get(self.place)) is not None:
             return self._step(after, now)
         return self._arrive(now)
@@ -447,6 +471,9 @@ class Coordinator:
             if off:
                 return [self._note("evicted", now), Evicted(tenancy=self.tenancy)]
             arrived = Admitted(tenancy=self.tenancy, restored=self._was_parked)
+            if self.qualifies:
+                self.qualified = True
+                return [self._note("qualified", now), arrived]
             return [self._note("admitted", now), arrived]
         if reason is None:
             if off:
@@ -515,5 +542,6 @@ class Coordinator:
                 **{_STEPS[goal]: seconds for goal, seconds in self.taken.items()},
                 "cause": reason.cause.value if reason else None,
                 "reason": str(reason) if reason else None,
+                **({"qualifies": True} if self.qualifies else {}),
             },
         )

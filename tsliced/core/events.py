@@ -265,6 +265,13 @@ class FaultCleared:
 
 
 @value
+class QualifyRequested:
+    """It is to be seen whether a job can leave its devices and come back."""
+
+    job: JobKey
+
+
+@value
 class RetryRequested:
     """An operator wants what failed for a job to be tried again now: cleared, and no pause kept."""
 
@@ -390,6 +397,7 @@ Event: TypeAlias = (
     | RecordsFailed
     | FaultCleared
     | RetryRequested
+    | QualifyRequested
     | KillRequested
     | EndAsked
     | DrainOrdered

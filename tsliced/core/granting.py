@@ -346,7 +346,8 @@ class Granting(Clearing):
             self.spare_for(threat, tenancy, [round_])
             self._pause(round_, MAX_DOUBLINGS, now)
             return
-        self.out += self.tenancies.evict(tenancy.key, now=now)
+        qualifies = self.limits.qualify and not coordinator.qualified
+        self.out += self.tenancies.evict(tenancy.key, now=now, qualifies=qualifies)
 
     def _obstacle(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
         """Say why a tenancy in the way must stay, if it must, and what helps."""
@@ -545,7 +546,8 @@ class Granting(Clearing):
         gone = self._is_gone(reason)
         own = [round_ for round_ in chosen if round_.job == key.job]
         at_fault = reason.cause in _OWN_FAULTS and not gone and not reason.is_ours
-        if at_fault and key in self.tried:
+        qualifies = not gone and self.tenancies.all[key].coordinator.qualifies
+        if at_fault and (key in self.tried or qualifies):
             self.set_fault(key, reason, now)
         for round_ in own:
             round_.admit_tries += 1
@@ -583,6 +585,15 @@ class Granting(Clearing):
             if away and all(self._is_empty(group) for group in tenancy.reach):
                 self.tried[key] = None
                 self.out += self.tenancies.admit(key, now=now)
+
+    def qualify(self, job: JobKey, now: float) -> None:
+        """Have what a job has on devices leave them and come back, unless it is at work there."""
+        for key in list(self.tenancies.by_job.get(job, ())):
+            tenancy = self.tenancies.all[key]
+            coordinator = tenancy.coordinator
+            movable = coordinator.place is Place.ON and not coordinator.given_up
+            if movable and tenancy.has_ranks and not self._is_held(tenancy):
+                self.out += self.tenancies.evict(key, now=now, qualifies=True, insists=True)
 
     def _is_empty(self, group: GroupName) -> bool:
         arbiter = self.arbiters.get(group)

@@ -200,28 +200,26 @@ class Homes:
         """Enter a new tenancy into the books; it is led by its first group's arbiter, or `lead`."""
         lead = lead or self.arbiter_of(key.groups[0])
         led_here = lead == self.host
-        tenancy = Tenancy(
-            key=key,
-            lead=lead,
-            coordinator=Coordinator(
-                tenancy=key,
-                hosts=self.hosts_of_all(key.groups) if led_here else (),
-                numbers=self.numbers,
-                limits=self.limits,
-                links=self.links,
-                lead=None if led_here else lead,
-                place=place,
-            ),
-            participant=Participant(
-                host=self.host,
-                tenancy=key,
-                numbers=self.numbers,
-                limits=self.limits,
-                hook_sessions=dict(self.hooks.get(key.job, {})),
-                away=place is Place.OFF,
-                company=self.company_of,
-            ),
+        participant = Participant(
+            host=self.host,
+            tenancy=key,
+            numbers=self.numbers,
+            limits=self.limits,
+            hook_sessions=dict(self.hooks.get(key.job, {})),
+            away=place is Place.OFF,
+            company=self.company_of,
         )
+        coordinator = Coordinator(
+            tenancy=key,
+            hosts=self.hosts_of_all(key.groups) if led_here else (),
+            numbers=self.numbers,
+            limits=self.limits,
+            links=self.links,
+            lead=None if led_here else lead,
+            place=place,
+            is_known=lambda: participant.is_known,
+        )
+        tenancy = Tenancy(key=key, lead=lead, coordinator=coordinator, participant=participant)
         self.all[key] = tenancy
         self._note_reshaped(key.job)
         self.by_job.setdefault(key.job, {})[key] = None
@@ -398,6 +396,7 @@ class Homes:
             # That there was a move at all tells a restart that callbacks may have to resume.
             made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.pinned = pinned
+            made.coordinator.qualified = all(t.coordinator.qualified for t in old)
             # Whoever obeys orders of what was there before would refuse lower ones.
             made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)

@@ -72,6 +72,7 @@ from tsliced.core.events import (
     PeerLost,
     PeerSaid,
     ProcessExited,
+    QualifyRequested,
     RankRegistered,
     Reconfigured,
     RecordsFailed,
@@ -302,9 +303,7 @@ class Machine:
             case MemoryReserved() | HooksRun():
                 leasing.out += tenancies.on_step(event, now=now)
             case HostMemoryPromised():
-                if effects := tenancies.on_promised(event, now=now):
-                    leasing.out += effects
-                    leasing.todo += event.tenancy.groups
+                self._on_promised(event, now)
             case GroupsObserved():
                 self._on_observed(event, now)
             case RankRegistered(found=found, groups=groups):
@@ -321,12 +320,19 @@ class Machine:
                 self._on_records_failed(event, now)
             case FaultCleared() | RetryRequested() | KillRequested() | EndAsked() | DrainOrdered():
                 self._on_operator(event, now)
+            case QualifyRequested(job=job):
+                leasing.qualify(job, now)
             case Reconfigured():
                 reconfigure(self, event)
             case PeerConnected() | PeerDisconnected() | PeerLost() | HostDied():
                 self.hosts.on_event(event, now)
             case _:
                 assert_never(event)
+
+    def _on_promised(self, event: HostMemoryPromised, now: float) -> None:
+        if effects := self.tenancies.on_promised(event, now=now):
+            self.leasing.out += effects
+            self.leasing.todo += event.tenancy.groups
 
     def _on_session(
         self,

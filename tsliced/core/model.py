@@ -209,6 +209,8 @@ class FoundRank:
     state: RankState = RankState.RUNNING
     #: A freeze lets it end what it is at, for which the job's other ranks may have to run.
     drains: bool = False
+    #: Others of its kind were seen to leave devices and to come back.
+    qualified: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +289,9 @@ class CoreLimits:
     #: Leave jobs on their devices that never asked for them, or hold them for too long, where a
     #: watchdog of theirs would not outlast the time that they may be parked for.
     heed_watchdogs: bool = True
+    #: Before a job makes room for another one for the first time it leaves its devices and comes
+    #: back, so that one that could not is found out while nobody else depends on it.
+    qualify: bool = False
     #: A job that is parked and asks for nothing for so long is named; None: never.
     idle_park_s: float | None = 600.0
     #: Turn that it gets then, in case that it is blocked; 0: none.

@@ -203,6 +203,7 @@ class Participant:
                 state=found.state,
                 watchdog_s=found.watchdog_s,
                 drains=found.drains,
+                qualified=found.qualified,
             )
             self.ranks[found.process] = rank
             return [rank.record(self.tenancy)]
@@ -211,6 +212,7 @@ class Participant:
             return []
         grown = not found.devices <= rank.devices
         rank.drains = found.drains or rank.drains
+        rank.qualified = found.qualified or rank.qualified
         rank.devices |= found.devices
         if found.device_bytes:
             rank.device_bytes, rank.bytes_on = found.device_bytes, found.bytes_on
@@ -227,6 +229,11 @@ class Participant:
     def on_devices(self) -> bool:
         """Whether a rank is known whose memory must be assumed to be on a device."""
         return any(rank.state.holds_device for rank in self.ranks.values())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether others of the kind of all its ranks were seen to leave and to come back."""
+        return all(rank.qualified for rank in self.ranks.values())
 
     @property
     def owes_resume(self) -> bool:

@@ -55,6 +55,8 @@ class Rank:
     watchdog_s: float | None = None
     #: It is frozen before those that do not: see `FoundRank`.
     drains: bool = False
+    #: Nobody need try whether it can leave and come back: see `FoundRank`.
+    qualified: bool = False
 
     @property
     def is_or_comes_on(self) -> bool:

@@ -73,15 +73,20 @@ class Tenancies(Abroad):
     #: Jobs that another host's coordinator has moved all the way, or asked after.
     arrived: dict[JobKey, None] = field(default_factory=dict)
 
-    def evict(self, key: TenancyKey, *, now: float) -> list[Effect]:
-        """Take a stable tenancy off."""
+    def evict(
+        self, key: TenancyKey, *, now: float, qualifies: bool = False, insists: bool = False
+    ) -> list[Effect]:
+        """Take a stable tenancy off, or have it leave and come back: see `Coordinator.evict`."""
         tenancy = self.all[key]
         if self._is_beyond_reach(tenancy):
             return []
         self.touched[key] = None
         by_host = Counter(rank.host for rank, _ in tenancy.ranks())
         ranks = max(by_host.values(), default=0)
-        return self.run(tenancy.coordinator.evict(now=now, ranks=ranks), now)
+        effects = tenancy.coordinator.evict(
+            now=now, ranks=ranks, qualifies=qualifies, insists=insists
+        )
+        return self.run(effects, now)
 
     def admit(self, key: TenancyKey, *, now: float) -> list[Effect]:
         """Bring a stable tenancy on."""

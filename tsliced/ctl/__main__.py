@@ -18,6 +18,7 @@ from tsliced.ctl import (
     lease,
     observe,
     operate,
+    qualify,
     report,
     rescue,
     run,
@@ -38,7 +39,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
 _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
     *(status, top, show, lease, run, attach, events, report, trace),
-    *(operate, bench_switch, doctor, observe, rescue, cluster, slurm),
+    *(operate, qualify, bench_switch, doctor, observe, rescue, cluster, slurm),
 )
 
 

@@ -22,6 +22,7 @@ from tsliced.ctl.output import (
     table,
     use_colour,
 )
+from tsliced.ctl.qualify import qualification_lines
 from tsliced.ctl.status import host_reason, host_state, problem_lines, rank_lines
 
 _KINDS = ("job", "group", "device", "session", "lease", "host")
@@ -87,6 +88,9 @@ def _job_page(job: Message, *, colour: bool) -> list[str]:
     lines += _standstills(job["standstills"], colour=colour)
     lines += _tenancies(job["tenancies"], colour=colour)
     lines += _ranks(job["rank_list"], colour=colour)
+    # A daemon of version 1.1 does not say.
+    if (qualification := job.get("qualification")) is not None:
+        lines += ["", *qualification_lines(qualification)]
     lines += _leases(job["leases"], colour=colour)
     return lines + _sessions(job["sessions"], colour=colour)
 

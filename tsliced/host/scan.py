@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -64,6 +64,8 @@ class Scanner:
         self._devices = devices
         self._membership = membership
         self._backend = backend
+        #: Says whether others of a process's kind were seen to leave devices and to come back.
+        self.knows: Callable[[ProcessId], Awaitable[bool]] | None = None
         self._registered: dict[ProcessId, tuple[JobKey, frozenset[GroupName]]] = {}
         #: The latest readings, for those who show them.
         self.readings: dict[DeviceId, DeviceReading] = {}
@@ -121,7 +123,11 @@ class Scanner:
         if found.job is None:
             return found
         self._backend.belongs(found.process, found.job)
-        return replace(found, drains=True) if await self._backend.drains(found.process) else found
+        return replace(
+            found,
+            drains=await self._backend.drains(found.process),
+            qualified=self.knows is not None and await self.knows(found.process),
+        )
 
     async def forgotten(
         self, tenancy: TenancyKey, known: Collection[ProcessId], *, host: HostName

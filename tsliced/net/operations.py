@@ -1,4 +1,4 @@
-"""What operators, and users for their own jobs, have done: retry, clear, kill, drain, host_dead.
+"""What operators, and users for their jobs, have done: retry, kill, qualify, drain and others.
 
 Who may do what is decided here, by the peer's uid; what becomes of it, by the core. The answer to
 an order says what stood before it, and goes out when the core has had it.
@@ -19,15 +19,18 @@ from libtimeslice.protocol import (
     error_reply,
     reply,
 )
+from tsliced.core.coordinator import Place
 from tsliced.core.events import (
     DrainOrdered,
     Event,
     FaultCleared,
     HostDied,
     KillRequested,
+    QualifyRequested,
     RetryRequested,
 )
 from tsliced.core.model import Drain, GroupName, HostName, JobKey
+from tsliced.core.sessions import LeaseState
 from tsliced.driver import Driver
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Peer
@@ -66,12 +69,18 @@ class Operations:
             text = f"job {job} is of uid {job.uid}; {_name(peer)} may {request.verb} own jobs only"
             answer(error_reply(request.id, "not_permitted", text))
             return
+        if request.verb == "qualify" and (objection := self._not_to_be_qualified(job)) is not None:
+            answer(error_reply(request.id, "refused", f"{job} {objection}"))
+            return
         event: Event
         match request.verb:
             case "retry":
                 event = RetryRequested(job=job)
             case "clear":
                 event = FaultCleared(job=job)
+            case "qualify":
+                self._qualify(job, request, answer)
+                return
             case "kill":
                 event = KillRequested(job=job, by=_name(peer), grace_s=request.grace_s)
             case _:
@@ -84,6 +93,48 @@ class Operations:
             self._driver.note(request.verb, "info", job=str(job), by=_name(peer))
         self._driver.post(event)
         self._driver.after_turn(lambda: answer(reply(request.id, **facts)))
+
+    def _qualify(self, job: JobKey, request: JobOrder, answer: Answer) -> None:
+        """Look at a job's processes, then have it leave its devices and come back."""
+        around, driver = self._driver.around, self._driver
+
+        async def begin() -> None:
+            if around.qualifying is not None:
+                await around.qualifying.look_at(job)
+            driver.post(QualifyRequested(job=job))
+            driver.after_turn(tell)
+
+        def tell() -> None:
+            tenancies = driver.machine.tenancies.tenancies_of(job)
+            if not any(t.coordinator.qualifies and not t.coordinator.stable for t in tenancies):
+                text = f"{job} has asked for its devices meanwhile: try it when it is idle"
+                answer(error_reply(request.id, "refused", text))
+                return
+            facts = {"job": job_message(job), "stood": self._details.standstills(job)}
+            answer(reply(request.id, **facts))
+
+        around.tasks.create_task(begin(), name="qualify")
+
+    def _not_to_be_qualified(self, job: JobKey) -> str | None:
+        """Say why a job cannot be made to leave its devices and to come back just now, if so."""
+        machine = self._driver.machine
+        tenancies = [t for t in machine.tenancies.tenancies_of(job) if t.has_ranks]
+        if not tenancies:
+            return "has no state on devices, as far as is known"
+        if not all(tenancy.led_here for tenancy in tenancies):
+            return "is moved by another host: ask there"
+        leases = (s.leases.values() for s in machine.leasing.sessions_of(job))
+        if any(lease.state is LeaseState.HELD for of_session in leases for lease in of_session):
+            return "holds a lease: try it when it has given that back"
+        for tenancy in tenancies:
+            coordinator = tenancy.coordinator
+            if (stop := machine.leasing.stop_of(tenancy)) is not None:
+                return f"stands still: {stop[0]}"
+            if not coordinator.stable:
+                return f"is being moved ({coordinator.place.value})"
+            if coordinator.place is not Place.ON:
+                return "is parked: it has left its devices, and comes back with its next turn"
+        return None
 
     def on_drain(self, peer: Peer, request: DrainOrder, answer: Answer) -> None:
         """Close groups or open them, and answer when that is done."""

@@ -15,6 +15,7 @@ from tsliced.core.sessions import Lease, LeaseState, Session
 from tsliced.core.tenancy import Tenancy
 from tsliced.host.allocations import Allocation, Allocations
 from tsliced.observe.status import StatusPage, job_map
+from tsliced.qualifying import Qualifying
 
 
 class NotFound(Exception):  # noqa: N818 - an answer
@@ -32,6 +33,7 @@ class Details:
     machine: Machine
     status: StatusPage
     allocations: Allocations = field(default_factory=Allocations)
+    qualifying: Qualifying | None = None
     clock: Callable[[], float] = time.monotonic
 
     def jobs(self) -> list[JobKey]:
@@ -77,6 +79,7 @@ class Details:
             "name": str(job),
             **self.status.job(job, now),
             "standstills": self.standstills(job),
+            "qualification": self.qualifying.shown(job) if self.qualifying is not None else None,
             "tenancies": [self._tenancy(tenancy, now) for tenancy in tenancies],
             "rank_list": [
                 self.status.rank(tenancy, rank, now)

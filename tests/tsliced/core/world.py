@@ -127,6 +127,8 @@ class World:
     noop_snapshots: bool = False
     #: Whether several jobs may have memory on a device (they did before we were asked).
     crowded: bool = False
+    #: Others of the kind of every process were seen to leave devices and to come back.
+    known_kind: bool = False
     #: Strangers on the devices become jobs of their own.
     freeze_strangers: bool = False
     #: There is a history.
@@ -321,6 +323,7 @@ class World:
                 device_bytes=process.device_bytes if process.holds else process.residue_bytes,
                 uid=process.job.uid if process.job else 0,
                 name="python",
+                qualified=self.known_kind,
             )
             for process in seen
         )

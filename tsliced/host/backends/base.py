@@ -171,6 +171,10 @@ class Backend(ABC):
         """Return the processes that one moves with: all of them have to run when one is moved."""
         return frozenset({process})
 
+    def way_of(self, _process: ProcessId) -> str | None:
+        """Return how a process is being moved, if there are several ways."""
+        return None
+
     def hindrance(self, process: ProcessId) -> str | None:
         """Say why an operation on this process cannot go on just now, and what helps; if so."""
         return None

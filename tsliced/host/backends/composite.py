@@ -158,6 +158,11 @@ class CompositeBackend(Backend):
         found = (backend.hindrance(process) for backend in self._involved(process))
         return next(filter(None, found), None)
 
+    def way_of(self, process: ProcessId) -> str | None:
+        """Return the way that it is going; None: it is not being moved."""
+        course = self._courses.get(process)
+        return "+".join(course.way) if course is not None else None
+
     def _involved(self, process: ProcessId) -> list[Backend]:
         course = self._courses.get(process)
         ways = self._ways_of(process) if course is None else [course.way]
