@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "endpoints"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from findings import REPORTS

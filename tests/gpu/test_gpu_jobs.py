@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import EngineRank
 from findings import REPORTS, Findings
 from gpu_hosts import RESIDUE, Lab
 from harness import MIB, REPOSITORY, Rank, resident_bytes
@@ -139,6 +140,24 @@ def test_two_jobs_of_torch_alternate_by_moving_their_own_tensors_g12(
     whole = sum(each["bytes"] >= size for each in moves)
     lab.findings.expect("moves of all of the state or more", len(moves), whole)
     assert_trains_as_alone(lab, ranks, width)
+    lab.findings.conclude()
+
+
+@pytest.mark.parametrize("residue", [RESIDUE, "1 MiB"], ids=["stays", "the driver takes"])
+def test_two_engines_alternate_by_their_own_sleep_and_what_they_leave_g12(
+    make_lab: Callable[..., Lab], residue: str
+) -> None:
+    lab = make_lab(["endpoint+cuda"], max_residue_bytes=residue)
+    size = (2 * lab.state_mib // 3, lab.state_mib // 3)
+    engines = [EngineRank(lab.host, "vllm", "a"), EngineRank(lab.host, "sglang", "b")]
+    before = lab.used_bytes()
+    for engine in engines:
+        engine.rank.do("acquire", limit_s=TURN_LIMIT_S, groups="g1", timeout=TURN_LIMIT_S)
+        engine.serve(*size)
+        engine.rank.do("release")
+    left = lab.used_bytes() - before - sum(size) * MIB
+    lab.findings.measured("beside one engine's weights and cache, MiB", left // MIB)
+    alternate(lab, [each.rank for each in engines], lambda rank: str(rank.do("digest", 120)))
     lab.findings.conclude()
 
 
