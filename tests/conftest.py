@@ -25,6 +25,8 @@ def pytest_unconfigure() -> None:
         leaving._last_asks.clear()
 
 
+ROOT = Path(__file__).parents[1]
+
 MakeMunged = Callable[[], str]
 
 
@@ -61,3 +63,21 @@ def make_munged() -> Iterator[MakeMunged]:
             return str(place / "s")
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def bundle() -> Path:
+    """The directory that `make package` makes an archive of."""
+    # What an outer make handed down is for its own children.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    made = subprocess.run(
+        ["make", "--silent", "package"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    archive = max((ROOT / "build/package").glob("*.tar.gz"), key=os.path.getmtime)
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -33,12 +34,18 @@ class Job:
         self.ranks: list[SlurmRank] = []
 
     def rank(
-        self, node: str, *srun: str, program: str = "rank.py", **environment: str
+        self,
+        node: str,
+        *srun: str,
+        program: str = "rank.py",
+        within: Sequence[str] = (),
+        **environment: str,
     ) -> SlurmRank:
-        """Starts a rank in a step of its own."""
+        """Starts a rank in a step of its own; `within` is a command that runs what it is given."""
+        file = f"{self.site.root}/repository/tests/e2e/{program}"
         process = self.site.start(
             *("srun", f"--jobid={self.id}", "--overlap", "-N1", "-n1", f"-w{node}", "--quiet"),
-            *("--unbuffered", *srun, PYTHON, f"{self.site.root}/repository/tests/e2e/{program}"),
+            *("--unbuffered", *srun, *within, PYTHON, file),
             user=self.user,
             **environment,
         )

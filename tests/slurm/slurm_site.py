@@ -244,7 +244,6 @@ class Site:
         sections: dict[str, dict[str, object]] = {
             "daemon": {"host": name, "cluster": "lab"},
             "peers": {
-                "auth": "munge",
                 "munge_socket": str(self.root / "munge/s"),
                 "hosts": [f"{each}={self.network.addresses[each]}" for each in self.names],
                 **NET_TIMES,

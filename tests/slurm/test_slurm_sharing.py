@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from harness import until
 from slurm_jobs import Job, SlurmRank, allocate, submit
-from slurm_site import PYTHON, Site
+from slurm_site import PYTHON, USERS, Site
 
 #: Two of these do not fit on a device of 64 MiB.
 STATE_MIB = 40
@@ -39,6 +40,24 @@ def test_jobs_of_two_users_alternate_on_the_same_devices_and_a_third_pends_for_a
     jobs[0].end()
     third.wait_for("COMPLETED")
     jobs[1].end()
+    assert_used(site, jobs)
+
+
+def assert_used(site: Site, jobs: list[Job]) -> None:
+    """Looks at what tslicectl says of what two jobs had, as a document and as values."""
+    socket = str(site.nodes["n1"].socket)
+    told = [arg for job in jobs for arg in ("--job", job.id)]
+    command = ["tslicectl", "usage", "--socket", socket, *told]
+    rows = json.loads(site.run(*command, "--json").stdout)["usage"]
+    assert [(row["name"], row["leases"]) for row in rows] == [
+        (f"lab/{USERS[job.user]}/{job.id}", 3) for job in jobs
+    ]
+    for row in rows:
+        assert 0 < row["useful_s"] < row["held_s"]
+        assert row["waited_s"] > 0
+        assert row["parked_s"] > 0
+    users = site.run(*command, "--by", "user", "--csv").stdout.splitlines()
+    assert [line.split(",")[1] for line in users] == ["uid", *map(str, sorted(USERS.values()))]
 
 
 def load(job: Job, *nodes: str) -> list[SlurmRank]:
@@ -129,3 +148,34 @@ def test_experiments_of_one_allocation_are_jobs_of_their_own_that_alternate(site
     jobs = {r["pid"]: r["job"]["id"] for r in site.nodes["n1"].ask("ps")["ranks"]}
     assert jobs == {rank.pid: rank.job for rank in ranks}
     job.end()
+
+
+def test_a_task_in_mount_and_pid_name_spaces_of_its_own_is_its_jobs_and_is_parked_g12(
+    site: Site,
+) -> None:
+    job, other = allocate(site, "alice"), allocate(site, "bob")
+    # As containers of enroot and pyxis are: no other privileges than the user's.
+    contained = job.rank(
+        "n1", within=("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+    )
+    assert contained.do("whoami") == {"pid": 1, "uid": 0}, "it knows itself by another pid and uid"
+    contained.do("acquire", timeout=60)
+    contained.do("context")
+    contained.do("fill", mib=STATE_MIB, seed=1)
+    digest = contained.do("digest")
+    contained.do("release")
+    rank = other.trainer("n1", mib=STATE_MIB, seed=2)
+    node = site.nodes["n1"]
+
+    def seen() -> dict[str, str]:
+        return {r["job"]["id"]: r["state"] for r in node.ask("ps")["ranks"]}
+
+    until(lambda: seen() == {job.id: "parked", other.id: "running"}, "both are known")
+    uids = {r["job"]["id"]: r["uid"] for r in node.ask("ps")["ranks"]}
+    assert uids == {job.id: USERS["alice"], other.id: USERS["bob"]}
+    contained.do("acquire", timeout=60)
+    assert contained.do("digest") == digest
+    contained.do("release")
+    assert node.states()[rank.pid] == "parked"
+    job.end()
+    other.end()

@@ -39,15 +39,18 @@ ENVIRONMENT = {
 }
 
 #: Small devices need small margins, and tests short pauses.
-SETTINGS: Mapping[str, Mapping[str, object]] = {
+DEVICE_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "daemon": {
-        "host": "n1",
         "nvml_library": f"{SOFTCUDA}/libnvidia-ml.so.1",
         "cuda_library": f"{SOFTCUDA}/libcuda.so.1",
     },
     "memory": {"snapshot_margin_bytes": "1 MiB", "host_margin_bytes": "1 MiB"},
     "limits": {"retry_min_s": 0.05, "retry_max_s": 0.2},
     "scan": {"interval_s": 0.2},
+}
+SETTINGS: Mapping[str, Mapping[str, object]] = {
+    **DEVICE_SETTINGS,
+    "daemon": {"host": "n1", **DEVICE_SETTINGS["daemon"]},
     "groups.g1": {"devices": ["0"]},
     "groups.g2": {"devices": ["1"]},
 }
@@ -214,11 +217,16 @@ class Box:
         self.end_ranks()
         self.run("systemctl", "stop", "tsliced.socket", "tsliced.service")
         self.run("systemctl", "reset-failed", "tsliced.socket", "tsliced.service", check=False)
-        self.run("sh", "-c", f"rm -rf /var/lib/tsliced {DEVICES} && mkdir -m 777 {DEVICES}")
+        self.run("rm", "-rf", "/var/lib/tsliced")
+        self.make_devices()
+        self.configure()
+
+    def make_devices(self) -> None:
+        """Gives the box its devices, with nothing on them, and tells the unit where they are."""
+        self.run("sh", "-c", f"rm -rf {DEVICES} && mkdir -m 777 {DEVICES}")
         settings = [f"{key}={value}" for key, value in ENVIRONMENT.items()]
         self.run("env", *settings, f"{SOFTCUDA}/softcuda-init")
         self.drop_in()
-        self.configure()
 
     def end_ranks(self) -> None:
         """Ends all ranks."""

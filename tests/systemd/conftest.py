@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,25 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from box import NEXT_VERSION, Box, why_not
-from harness import REPOSITORY, build_softcuda
-
-
-@pytest.fixture(scope="session")
-def bundle() -> Path:
-    """The directory that `make package` makes an archive of."""
-    # What an outer make handed down is for its own children.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    made = subprocess.run(
-        ["make", "--silent", "package"],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    archive = max((REPOSITORY / "build/package").glob("*.tar.gz"), key=os.path.getmtime)
-    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+from harness import build_softcuda
 
 
 @pytest.fixture(scope="session")

@@ -573,6 +573,20 @@ class TestPeers:
         }
         assert str(listen_address(config)) == "10.0.0.1:7000"
 
+    @pytest.mark.parametrize("sign", ["MUNGE_KEY", "MUNGE_SOCKET"])
+    def test_listed_hosts_know_each_other_by_munge_where_it_is_set_up(
+        self, main: Path, monkeypatch: pytest.MonkeyPatch, sign: str
+    ) -> None:
+        for name in ("MUNGE_KEY", "MUNGE_SOCKET"):
+            monkeypatch.setattr(f"tsliced.config.peers.{name}", str(main.parent / name))
+        text = '[daemon]\nhost = "n1"\n[peers]\nhosts = ["n1", "n2"]\n'
+        (problem,) = problems_of(main, text)
+        assert 'prove who they are: "tls", "psk" or "munge"' in str(problem)
+        (main.parent / sign).touch()
+        assert load_text(main, text).peers.auth == "munge"
+        assert load_text(main, text + 'auth = "none"\ninsecure = true\n').peers.auth == "none"
+        assert load_text(main, "").peers.auth is None, "who lists nobody has no links"
+
     def test_it_listens_where_it_is_told_else_where_others_look_for_it(self, main: Path) -> None:
         text = '[daemon]\nhost = "n1"\n[peers]\nauth = "tls"\n'
         assert listen_address(load_text(main, text)) == ("n1", 7423)
@@ -582,7 +596,6 @@ class TestPeers:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ('hosts = ["n2"]', 'prove who they are: "tls", "psk" or "munge"'),
             ('listen = "n2"', "peers.auth: say how hosts prove who they are"),
             ('auth = "tls"\nhosts = ["n 2"]', "'n 2' names no host: write NAME, NAME=ADDRESS"),
             ('auth = "tls"\nhosts = ["n2=a:0"]', "'a:0' is no address"),

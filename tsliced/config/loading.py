@@ -17,7 +17,7 @@ from tsliced.config.backends import (
     registered_backends,
 )
 from tsliced.config.groups import check_barrier, check_overlaps, count_ranks, parse_devices
-from tsliced.config.peers import check_hosts, check_peers
+from tsliced.config.peers import check_hosts, check_peers, with_usual_auth
 from tsliced.config.reader import ConfigError, Origin, Problem, Reader, Source, nest, read_source
 from tsliced.config.settings import (
     CORE_ELSEWHERE,
@@ -116,6 +116,7 @@ def _read(reader: Reader) -> Config:
     for name, kind in _SECTIONS.items():
         sections[name] = reader.section((name,), kind)
         reader.expect((name,), _names(kind))
+    sections["peers"] = with_usual_auth(sections["peers"])
     daemon = sections["daemon"]
     if not daemon.host:
         sections["daemon"] = replace(daemon, host=socket.gethostname())

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tsliced.config.groups import hosts_of, specs_of
 from tsliced.config.reader import Problem
-from tsliced.config.settings import Config, GroupSettings
+from tsliced.config.settings import Config, GroupSettings, PeerSettings
 from tsliced.core.model import HostName
 
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
@@ -22,6 +24,9 @@ _ADDRESS: Final = re.compile(
 )
 #: Before the digest of a group that a host has for itself.
 LOCAL: Final = "="
+#: What munged has from its packages, whether or not it runs just now.
+MUNGE_KEY: Final = "/etc/munge/munge.key"
+MUNGE_SOCKET: Final = "/run/munge/munge.socket.2"
 _HOW: Final = "write NAME, NAME=ADDRESS or NAME=ADDRESS:PORT"
 
 
@@ -130,6 +135,17 @@ def _digest(config: Config, group: GroupSettings) -> str:
     # The first host arbitrates.
     text = json.dumps([hosts, devices, who, group.max_hold_s, group.order])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_usual_auth(peers: PeerSettings) -> PeerSettings:
+    """Return links that know each other by MUNGE if nothing else is said, where it is set up.
+
+    All nodes of a Slurm cluster have its key already.
+    """
+    signs = (peers.munge_socket or MUNGE_SOCKET, MUNGE_KEY)
+    if peers.auth is None and peers.hosts and any(map(os.path.exists, signs)):
+        return replace(peers, auth="munge")
+    return peers
 
 
 def check_peers(config: Config) -> Iterator[Problem]:

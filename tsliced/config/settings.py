@@ -237,8 +237,9 @@ class MetricsSettings:
 class PeerSettings:
     """``[peers]``: links to the daemons of other hosts. None without `auth`."""
 
-    #: How daemons prove to each other who they are. Left out: there are no links, and nothing
-    #: listens on TCP. ``none`` is for loopback, or with `insecure`.
+    #: How daemons prove to each other who they are. Left out: MUNGE where it is set up and `hosts`
+    #: are listed; else there are no links, and nothing listens on TCP. ``none`` is for loopback, or
+    #: with `insecure`.
     auth: str | None = ruled(None, choices=("tls", "psk", "munge", "none"))
     #: The hosts of the cluster: ``NAME``, ``NAME=ADDRESS`` or ``NAME=ADDRESS:PORT``. Hosts that
     #: share a group with this one need not be listed if their names are their addresses.

@@ -27,6 +27,7 @@ from tsliced.ctl import (
     status,
     top,
     trace,
+    usage,
 )
 from tsliced.ctl.failures import DONE, SIGNALLED, CommandError, failure_from
 from tsliced.ctl.options import Commands
@@ -38,7 +39,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 not permitted,
 """
 _INTERRUPTED = SIGNALLED + 2
 _FAMILIES = (
-    *(status, top, show, lease, run, attach, events, report, trace),
+    *(status, top, show, lease, run, attach, events, report, usage, trace),
     *(operate, qualify, bench_switch, doctor, observe, rescue, cluster, slurm),
 )
 

@@ -266,16 +266,24 @@ class Allotment:
             if self._allocations.get(id) == known:
                 self._allocations.put(replace(known, nodes=hosts or known.nodes))
             return
-        self._allocations.put(
-            replace(
-                known,
-                nodes=nodes or known.nodes,
-                leader=own.leader if own.leader != id else "",
-                account=own.account or known.account,
-                tickets=own.tickets,
-                ends_at_unix=own.ends_at_unix,
-                complete=True,
-            )
+        complete = replace(
+            known,
+            nodes=nodes or known.nodes,
+            leader=own.leader if own.leader != id else "",
+            account=own.account or known.account,
+            tickets=own.tickets,
+            ends_at_unix=own.ends_at_unix,
+            complete=True,
+        )
+        self._allocations.put(complete)
+        # For those who read of it later, as sums by account do.
+        self._driver.note(
+            "job_known",
+            "info",
+            job=str(self._key(complete)),
+            account=complete.account,
+            tickets=complete.tickets,
+            nodes=",".join(complete.nodes),
         )
 
     async def _facts_of(self, id: str) -> list[JobFacts]:
