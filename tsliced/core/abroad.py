@@ -89,7 +89,7 @@ class Abroad(Homes):
         """Whether a rank that another host has on a group is for this one to move."""
         if present.lead != self.host:
             return present.lead in self.links.dead and self.arbiter_of(group) == self.host
-        own = [t for t in self.tenancies_of(present.job) if group in t.key.groups]
+        own = self._touched(TenancyKey(present.job, present.groups))
         # Else its participants are being told that somebody else moves it.
         return not own or any(tenancy.led_here for tenancy in own)
 

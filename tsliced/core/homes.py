@@ -258,15 +258,16 @@ class Homes:
         }
         guests = self.guests.get(group, {}).values()
         on = (guest for guest in guests if guest.state.holds_device)
-        found |= {(guest.job, self._lead_of_guest(guest, group)): None for guest in on}
+        found |= {(guest.job, self._lead_of_guest(guest)): None for guest in on}
         return list(found)
 
-    def _lead_of_guest(self, guest: PresentRank, group: GroupName) -> HostName:
+    def _lead_of_guest(self, guest: PresentRank) -> HostName:
         """Return who moves a guest. If it takes this host to do so: who moves its job there."""
         if guest.lead != self.host:
             return guest.lead
-        own = (t.lead for t in self.tenancies_of(guest.job) if group in t.key.groups)
-        return next(own, self.host)
+        own = self.tenancies_of(guest.job)
+        leads = (t.lead for t in own if not set(t.key.groups).isdisjoint(guest.groups))
+        return next(leads, self.host)
 
     def led_on(self, job: JobKey, group: GroupName) -> list[Tenancy]:
         """Return the tenancies of a job that this host moves and that may be on a group."""
@@ -289,7 +290,7 @@ class Homes:
                     leads[tenancy.lead] = None
             for guest in self.guests.get(group, {}).values():
                 if guest.job == job:
-                    leads[self._lead_of_guest(guest, group)] = None
+                    leads[self._lead_of_guest(guest)] = None
         leads.pop(self.host, None)
         return list(leads)
 
@@ -312,7 +313,7 @@ class Homes:
             assert not there, f"{tenancy.key.job} is on {group} too"
         if arbitrated_here and self.guests:
             for guest in self.guests.get(group, {}).values():
-                alone = guest.job == job or self._lead_of_guest(guest, group) == but_led_by
+                alone = guest.job == job or self._lead_of_guest(guest) == but_led_by
                 assert alone or not guest.state.holds_device, f"{guest.job} is on {group} too"
 
     def settled(self, job: JobKey, groups: tuple[GroupName, ...]) -> bool:
@@ -551,8 +552,8 @@ class Homes:
 
     def _mover_of(self, job: JobKey, groups: set[GroupName]) -> HostName | None:
         """Return which other host moves what a job has on groups, if this one knows of any."""
-        guests = ((g, group) for group in groups for g in self.guests.get(group, {}).values())
-        return next((self._lead_of_guest(g, group) for g, group in guests if g.job == job), None)
+        guests = (guest for group in groups for guest in self.guests.get(group, {}).values())
+        return next((self._lead_of_guest(guest) for guest in guests if guest.job == job), None)
 
     def _put_stranger(self, found: FoundRank) -> list[Effect]:
         if found.process in self.strangers:

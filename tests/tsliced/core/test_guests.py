@@ -454,6 +454,26 @@ def test_a_rank_that_obeys_a_host_too_early_is_moved_by_it_when_nobody_else_does
     assert lab[N3].state(late) is PARKED
 
 
+def test_a_rank_on_two_groups_is_moved_by_whoever_moves_its_job_on_one_of_them() -> None:
+    lab = Lab({A: (N1,), B: (N2, N3), C: (N3,)})
+    ask(lab, "a", N1, A, B)
+    come_up(lab, "a", B, host=N2)
+    rank = PresentRank(
+        process=ProcessId(999, 1),
+        job=job("a"),
+        state=RUNNING,
+        device_bytes=1,
+        groups=(B, C),
+        lead=N2,
+        term=0,
+    )
+    for group in (B, C):
+        say(lab, N3, N2, Presence(group=group, ranks=(rank,), clients=(), shortages=()))
+    there = lab[N2].machine.tenancies
+    assert [tenancy.lead for tenancy in there.tenancies_of(job("a"))] == [N1]
+    assert there.leads_of(job("a"), (B,)) == [N1]
+
+
 def test_presence_without_ranks_leaves_no_guests() -> None:
     lab = Lab(SHARED)
     ask(lab, "a", N1, A, B)
