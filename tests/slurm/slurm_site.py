@@ -30,10 +30,11 @@ USERS = {"alice": 21001, "bob": 21002}
 #: Where Slurm's packages of Debian have their daemons.
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+SPANK_HEADER = Path("/usr/include/slurm/spank.h")
 #: Jobs that share the devices of a node.
 TICKETS = 2
 #: From SIGTERM to SIGKILL. Nothing may depend on more.
-KILL_WAIT_S = 6
+KILL_WAIT_S = 10
 
 CONF = """\
 ClusterName=lab
@@ -60,6 +61,7 @@ Prolog={root}/prolog
 Epilog={root}/epilog
 TaskProlog={root}/taskprolog
 PrologEpilogTimeout=60
+PlugStackConfig={root}/plugstack.conf
 KillWait={kill_wait}
 SlurmdTimeout=8
 ReturnToService=2
@@ -273,10 +275,23 @@ class Site:
         nodes = ",".join(self.names)
         lines.append(f"PartitionName=shared Nodes={nodes} Default=YES OverSubscribe=YES State=UP")
         (self.root / "slurm.conf").write_text("\n".join([*lines, ""]))
+        plugin = f"optional {self.root}/spank_tslice.so\n" if self._build_plugin() else ""
+        (self.root / "plugstack.conf").write_text(plugin)
         gres = f"NodeName={nodes} Name=tslice Count={TICKETS} Flags=CountOnly\n"
         (self.root / "gres.conf").write_text(gres)
         cgroup = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.root}/cgroup\n"
         (self.root / "cgroup.conf").write_text(cgroup)
+
+    def _build_plugin(self) -> bool:
+        """Builds the plugin for srun as docs/slurm.md has it, where there are headers for it."""
+        if not SPANK_HEADER.exists():
+            return False
+        source = REPOSITORY / "systemd/slurm/spank_tslice.c"
+        target = self.root / "spank_tslice.so"
+        options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+        command = ["gcc", *options, "-o", str(target), str(source)]
+        subprocess.run(command, check=True, timeout=LIMIT_S)
+        return True
 
     def _write_hooks(self) -> None:
         """Puts the product's own hooks in place, told where this site's daemons and devices are."""

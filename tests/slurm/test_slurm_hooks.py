@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 import pytest
 from harness import until
 from slurm_jobs import allocate, submit
-from slurm_site import PYTHON, USERS, Node, Site
+from slurm_site import PYTHON, SPANK_HEADER, USERS, Node, Site
 
 #: What the scripts allow prolog and epilog to take.
 LIMITS_S = {"prolog": 7.0, "epilog": 14.0}
@@ -134,4 +135,24 @@ def test_a_job_whose_prolog_met_no_daemon_is_asked_about_when_it_first_speaks(si
     await_links(site)
     lease = job.rank("n1").do("acquire", timeout=60)
     assert lease["groups"] == ["n1", "n2"]
+    job.end()
+
+
+@pytest.mark.skipif(
+    not SPANK_HEADER.exists(),
+    reason=f"there is no {SPANK_HEADER} (on Debian: apt-get install libslurm-dev)",
+)
+def test_an_option_of_srun_names_an_experiment_or_turns_sharing_off(site: Site) -> None:
+    job = allocate(site, "alice")
+
+    def told(option: str) -> subprocess.CompletedProcess[str]:
+        step = ["srun", f"--jobid={job.id}", "--overlap", "-n1", "--quiet", option]
+        script = "echo $TSLICE_JOB_ID ${TSLICE_MODE:-none}"
+        return site.run(*step, "sh", "-c", script, user="alice", check=False)
+
+    assert told("--tslice=sweep").stdout.split() == ["sweep", "none"]
+    assert told("--tslice=off").stdout.split() == [job.id, "off"]
+    refused = told(f"--tslice={'x' * 129}")
+    assert refused.returncode != 0
+    assert "1 to 128 characters" in refused.stderr
     job.end()
