@@ -184,6 +184,10 @@ def test_tasks_of_an_array_are_jobs_of_their_own_and_as_many_run_as_there_are_ti
         job.close()
 
 
+def _is_parked(rank: SlurmRank) -> bool:
+    return rank.node.states().get(rank.pid) == "parked"
+
+
 def _is_known(rank: SlurmRank) -> bool:
     return rank.pid in rank.node.states()
 
@@ -221,7 +225,7 @@ def test_components_of_a_heterogeneous_job_are_one_job_that_leaves_at_once(site:
     waiter = other.rank("n2")
     waiter.do("acquire", timeout=60)
     for rank in ranks:
-        assert rank.node.states()[rank.pid] == "parked", "both leave, though one node is wanted"
+        until(partial(_is_parked, rank), "both leave, though one node is wanted")
     waiter.do("release")
     job.end()
     other.end()

@@ -35,8 +35,8 @@ def test_jobs_of_two_users_alternate_on_the_same_devices_and_a_third_pends_for_a
     assert tokens == sorted(set(tokens)), "each grant has a higher token"
     uids = {rank["pid"]: rank["uid"] for rank in node.ask("ps")["ranks"]}
     assert sorted(uids.values()) == [21001, 21002]
-    facts = third.site.show_job(third.id)
-    assert (facts["JobState"], facts["Reason"]) == ("PENDING", "Resources")
+    until(lambda: site.show_job(third.id)["Reason"] == "Resources", "there is no ticket for it")
+    assert third.state() == "PENDING"
     jobs[0].end()
     third.wait_for("COMPLETED")
     jobs[1].end()

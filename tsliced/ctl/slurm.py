@@ -171,7 +171,8 @@ def _task_prolog(options: argparse.Namespace, deadline: _Deadline) -> None:
             # What the components of a job have as their number is not the same for all of them.
             exports["TSLICE_JOB_ID"] = os.environ.get("SLURM_JOB_ID", "")
     else:
-        exports["TSLICE_JOB_ID"] = welcome["job"]["id"]
+        # Behind the dot is what this process has inherited for a name, perhaps of another job.
+        exports["TSLICE_JOB_ID"] = welcome["job"]["id"].partition(".")[0]
         if usual := welcome.get("usual_groups"):
             exports["TSLICE_GROUPS"] = f"job={','.join(usual)}"
     earlier = set(shlex.split(os.environ.get(_OWN_EXPORTS, "")))
