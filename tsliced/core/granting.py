@@ -546,7 +546,9 @@ class Granting(Clearing):
         gone = self._is_gone(reason)
         own = [round_ for round_ in chosen if round_.job == key.job]
         at_fault = reason.cause in _OWN_FAULTS and not gone and not reason.is_ours
-        qualifies = not gone and self.tenancies.all[key].coordinator.qualifies
+        # It may have become a part of another one since.
+        tenancy = self.tenancies.all.get(key)
+        qualifies = not gone and tenancy is not None and tenancy.coordinator.qualifies
         if at_fault and (key in self.tried or qualifies):
             self.set_fault(key, reason, now)
         for round_ in own:
