@@ -38,7 +38,8 @@ def test_a_process_of_a_given_size_is_switched_and_comes_back_whole(make_host: M
     assert found["switches"] == 2
     assert 24 * MIB <= found["bytes"] < 30 * MIB
     for step in ("snapshot", "restore"):
-        assert found["steps"][step]["bytes_per_s"] == pytest.approx(30e6, rel=0.3)
+        # A busy machine may be slower than the pace that is asked for, and never faster.
+        assert 8e6 < found["steps"][step]["bytes_per_s"] < 35e6
     for step in ("freeze", "thaw"):
         assert found["steps"][step]["bytes"] == 0
     assert found["switch_s"] == found["off_s"] + found["on_s"]
