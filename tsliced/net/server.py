@@ -569,13 +569,13 @@ class Server:
 
     # --- questions of the backend (Agents) ----------------------------------------------------
 
+    def has_agent(self, process: ProcessId) -> bool:
+        """Return whether a rank has an agent that may move tensors; see `Agents`."""
+        return bool(self._agents_of(process))
+
     async def ask(self, process: ProcessId, message: Message, limit_s: float | None) -> Message:
         """Ask a rank's agent about its tensors; see `Agents`."""
-        clients = [
-            client
-            for client in self._clients.values()
-            if client.peer.process == process and self._may_move_tensors(client)
-        ]
+        clients = self._agents_of(process)
         # Who is away may have been followed by another one.
         clients.sort(key=lambda client: (client.connection is None, not client.moves_tensors))
         answer = await ask_first(clients, message, limit_s)
@@ -583,6 +583,10 @@ class Server:
             return answer.fields
         what = "its agent is away or did not answer" if clients else "it has no agent"
         raise AgentAwayError(f"{what} (process {process.pid})", never_came=not clients)
+
+    def _agents_of(self, process: ProcessId) -> list[Client]:
+        of_process = (c for c in self._clients.values() if c.peer.process == process)
+        return [client for client in of_process if self._may_move_tensors(client)]
 
     def _may_move_tensors(self, client: Client) -> bool:
         if client.moves_tensors is not None:

@@ -26,6 +26,9 @@ class FakeAgents:
         self.answer = answer
         self.asked: list[tuple[ProcessId, Message, float | None]] = []
 
+    def has_agent(self, process: ProcessId) -> bool:
+        return not (isinstance(self.answer, AgentAwayError) and self.answer.never_came)
+
     async def ask(self, process: ProcessId, message: Message, limit_s: float | None) -> Message:
         self.asked.append((process, message, limit_s))
         if isinstance(self.answer, AgentAwayError):
@@ -119,6 +122,12 @@ def test_a_rank_without_an_agent_runs_and_is_told_what_it_lacks(
     assert outcome.failure is not None
     assert outcome.failure.cause is Cause.UNSUPPORTED
     assert "ts.torch.manage" in outcome.failure.text
+    assert asyncio.run(backend.probe(rank.process)) is False
+
+
+def test_a_stopped_rank_without_an_agent_has_nothing_to_move(tmp_path: Path, rank: RankId) -> None:
+    backend = made(tmp_path, AgentAwayError("it has no agent", never_came=True))[0]
+    os.kill(rank.process.pid, signal.SIGSTOP)
     assert asyncio.run(backend.probe(rank.process)) is False
 
 

@@ -79,6 +79,10 @@ class AgentAwayError(Exception):
 class Agents(Protocol):
     """The agents of libtimeslice in the ranks of this host."""
 
+    def has_agent(self, process: ProcessId) -> bool:
+        """Return whether a process has an agent that may move tensors, be it away just now."""
+        ...
+
     async def ask(self, process: ProcessId, message: Message, limit_s: float | None) -> Message:
         """Return a process's answer to a request, which may be an error.
 

@@ -74,6 +74,8 @@ class TorchBackend(Backend):
 
     async def probe(self, process: ProcessId) -> bool:
         """Ask the process whether it manages tensors; one without an agent does not."""
+        if self._agents is not None and not self._agents.has_agent(process):
+            return False
         if (stopped := self.hindrance(process)) is not None:
             raise BackendError(stopped)
         try:
