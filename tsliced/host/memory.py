@@ -14,7 +14,6 @@ Nothing here waits, and the ledgers may be called from several threads.
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,6 @@ from tsliced.host.procfs import read_file
 
 #: Names the host itself where a cgroup's directory is named otherwise.
 HOST: Final = "the host"
-
-#: For how long limits of cgroups count as known, seconds, and for how many cgroups.
-LIMITS_KNOWN_S: Final = 0.1
-_MAX_KNOWN: Final = 1024
 
 #: Version 1 writes "no limit" as the largest page-aligned number that it can count.
 _UNLIMITED_BYTES: Final = 1 << 62
@@ -99,13 +94,8 @@ def _amount(count: int) -> str:
 class HostMemory:
     """Reads how much memory is left for a process; swap does not count."""
 
-    def __init__(
-        self, cgroups: Cgroups | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, cgroups: Cgroups | None = None) -> None:
         self._cgroups = cgroups or Cgroups()
-        self._clock = clock
-        #: By controller and cgroup: until when its limits and those above it count as known.
-        self._limits: dict[tuple[str, str], tuple[float, list[tuple[str, int]]]] = {}
 
     def headroom(self, pid: int) -> Headroom:
         """Return what is left for a process.
@@ -152,30 +142,13 @@ class HostMemory:
         """Yield each memory cgroup above a process that has a limit, and the limit."""
         paths = self._cgroups.paths(pid)
         for version in _VERSIONS:
-            if (path := paths.get(version.controller)) is not None:
-                for directory, limit in self._limits_above(version, path):
-                    yield directory, limit, version
-
-    def _limits_above(self, version: _Version, path: str) -> list[tuple[str, int]]:
-        """Return the limits of a cgroup and above it, as they were not long ago.
-
-        They hardly ever change, and a switch asks for them several times; what is used changes
-        all the time, and is read each time.
-        """
-        key, now = (version.controller, path), self._clock()
-        until, limits = self._limits.get(key, (now, []))
-        if now < until:
-            return limits
-        limits = []
-        for directory in self._cgroups.lineage(version.controller, path):
-            numbers = (_read_number(f"{directory}/{name}") for name in version.limits)
-            found = [n for n in numbers if n is not None and n < _UNLIMITED_BYTES]
-            if found:
-                limits.append((directory, min(found)))
-        if len(self._limits) >= _MAX_KNOWN:
-            self._limits.clear()
-        self._limits[key] = now + LIMITS_KNOWN_S, limits
-        return limits
+            if version.controller not in paths:
+                continue
+            for directory in self._cgroups.lineage(version.controller, paths[version.controller]):
+                numbers = (_read_number(f"{directory}/{name}") for name in version.limits)
+                limits = [n for n in numbers if n is not None and n < _UNLIMITED_BYTES]
+                if limits:
+                    yield directory, min(limits), version
 
 
 class _Version(NamedTuple):

@@ -14,13 +14,11 @@ import psutil
 import pytest
 from host_trees import UNLIMITED, FakeHost
 
-import tsliced.host.memory
 from tsliced.core.model import DeviceId, ProcessId
 from tsliced.host.cgroups import Cgroups
 from tsliced.host.devices import DeviceReading
 from tsliced.host.memory import (
     HOST,
-    LIMITS_KNOWN_S,
     Demand,
     DeviceLedger,
     DramLedger,
@@ -120,34 +118,6 @@ def test_cache_is_credited_only_as_far_as_it_is_in_use(tmp_path: Path) -> None:
     host.process(11, cgroups="0::/a\n")
     host.cgroup(point / "a", memory_max=100, memory_current=10, memory_stat="inactive_file 500")
     assert memory_of(host).headroom(11).available_bytes == 100
-
-
-def test_limits_are_known_for_a_moment_and_what_is_used_is_read_each_time(tmp_path: Path) -> None:
-    host, now = FakeHost(tmp_path), [0.0]
-    host.set_available(1 << 30)
-    place = host.mount("") / "a"
-    host.process(11, cgroups="0::/a\n")
-    host.cgroup(place, memory_max=100, memory_current=10, memory_stat="inactive_file 0")
-    memory = HostMemory(Cgroups(host.proc), clock=lambda: now[0])
-    assert memory.available(11)[str(place)] == 90
-    host.cgroup(place, memory_max=50, memory_current=20)
-    assert memory.available(11)[str(place)] == 80
-    now[0] = LIMITS_KNOWN_S
-    assert memory.available(11)[str(place)] == 30
-
-
-def test_of_limits_no_more_are_known_than_there_is_room_for_g9(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tsliced.host.memory, "_MAX_KNOWN", 2)
-    host = FakeHost(tmp_path)
-    host.set_available(1 << 30)
-    point, memory = host.mount(""), memory_of(host)
-    for pid in range(11, 16):
-        host.process(pid, cgroups=f"0::/{pid}\n")
-        host.cgroup(point / str(pid), memory_max=100, memory_current=0, memory_stat="")
-        assert memory.headroom(pid).available_bytes == 100
-        assert len(memory._limits) <= 2
 
 
 def test_a_process_that_is_gone_is_limited_by_the_host_alone(tmp_path: Path) -> None:
