@@ -367,8 +367,12 @@ class Books:
 
     def note_holders(self, group: GroupName, now: float) -> None:
         """Note who holds a group that somebody waits for, if that is not told yet."""
-        round_ = self.chosen_for(group)
-        for lease in round_.members.values() if round_ is not None else ():
+        if (round_ := self.chosen_for(group)) is not None:
+            self._note_members(round_, now)
+
+    def _note_members(self, round_: Round, now: float) -> None:
+        """Note whoever of a round is not told yet: before one of them is told to have ended."""
+        for lease in round_.members.values():
             if lease.id in self.untold:
                 self.note_granted(lease, now)
 
@@ -438,14 +442,13 @@ class Books:
 
     def note_released(self, lease: Lease, code: str, waiters: int, now: float) -> None:
         """Note that a lease is held no longer."""
-        if lease.id in self.untold:
-            if code == RELEASED and not waiters:
-                del self.untold[lease.id]
-                self._count(lease, now)
-                return
-            self.note_granted(lease, now)
+        if lease.id in self.untold and code == RELEASED and not waiters:
+            del self.untold[lease.id]
+            self._count(lease, now)
+            return
         if not self.recording and _level(lease) == "debug":
             return
+        self._note_members(self.rounds[lease.round], now)
         facts = self._facts(lease)
         facts["held_s"] = now - lease.granted_at
         facts["cause"] = code
