@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import itertools
 import os
 import random
 import select
@@ -48,7 +49,11 @@ class Network:
     All methods may be called at any time; what they change holds for the next frame.
     """
 
+    #: Networks of this process, which may live side by side and have hosts of the same names.
+    _numbers = itertools.count()
+
     def __init__(self, *names: str) -> None:
+        self._number = next(self._numbers)
         # For tests alone (RFC 2544).
         self.addresses = {name: f"198.18.7.{number}" for number, name in enumerate(names, start=1)}
         #: How long a frame takes, and which share of them never arrives.
@@ -73,7 +78,7 @@ class Network:
 
     def namespace(self, name: str) -> str:
         """Returns what the system calls the namespace of a host."""
-        return f"ts{os.getpid()}-{name}"
+        return f"ts{os.getpid()}-{self._number}-{name}"
 
     def inside(self, name: str) -> tuple[str, ...]:
         """Returns a command that runs what it is given in the namespace of a host."""
