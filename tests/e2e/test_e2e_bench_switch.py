@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, MIB, Host, MakeHost, own
+from harness import LIMIT_S, MIB, Host, MakeHost, own, until
 
 CTL = [sys.executable, "-m", "tsliced.ctl"]
 
@@ -55,6 +55,8 @@ def test_a_process_of_a_given_size_is_switched_and_comes_back_whole(make_host: M
 def test_a_running_job_is_switched_and_goes_on(host: Host) -> None:
     rank = host.trainer("a", mib=24, seed=3)
     digest = rank.do("digest")
+    # A scan finds it, within two seconds.
+    until(lambda: host.job("a").get("ranks"), "it is known")
     done = bench(host, "--job", "a")
     assert done.returncode == 0, done.stderr
     assert "snapshot" in done.stdout
