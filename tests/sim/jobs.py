@@ -77,6 +77,7 @@ class Job:
     refusals: set[str] = field(default_factory=set)
     _granted: int = 0
     _failed: bool = False
+    _arrival: Arrival = Arrival.ALL
     _busy_until: float = 0.0
     _looks: bool = False
 
@@ -152,7 +153,7 @@ class Job:
             return
         self._granted, self._failed = 0, False
         ranks = len(self.seats)
-        arrival = self.random.choice(list(Arrival)) if ranks > 1 else Arrival.ALL
+        self._arrival = arrival = self.random.choice(list(Arrival)) if ranks > 1 else Arrival.ALL
         for seat in self.seats:
             delay_s = self.random.random() if ranks > 1 else 0.0
             seat.part = Part.ASKED
@@ -163,7 +164,8 @@ class Job:
             return
         client = seat.client
         if client is None or self._failed:
-            self._end_part(seat)
+            # Whoever has asked already would wait for this one for ever.
+            self._fail(seat)
             return
         seat.lease = seat.host.acquire(
             client.session,
@@ -208,6 +210,10 @@ class Job:
             if other is not seat and other.part is Part.ASKED and other.lease is not None:
                 self._cancel(other)
 
+    def _leave_behind(self, seat: Seat) -> None:
+        if any(other.part is Part.ASKED for other in self.seats):
+            self._fail(seat, ends=False)
+
     def _end_part(self, seat: Seat) -> None:
         if seat.part is Part.DONE:
             return
@@ -233,6 +239,10 @@ class Job:
                 self.refusals.add(action.code)
                 self._fail(seat)
             case ConfirmRelease(request=request) if request == seat.release:
+                if self._arrival is Arrival.ALL:
+                    # The round went on without ranks that died. Who has come in place of one would
+                    # wait for a round that this seat takes part in no more.
+                    self._leave_behind(seat)
                 self._end_part(seat)
             case TellLost(lease=lease) if lease == seat.lease:
                 self._fail(seat)

@@ -367,8 +367,9 @@ class Books:
 
     def note_holders(self, group: GroupName, now: float) -> None:
         """Note who holds a group that somebody waits for, if that is not told yet."""
-        if (round_ := self.chosen_for(group)) is not None:
-            self._note_members(round_, now)
+        round_ = self.chosen_for(group)
+        assert round_ is not None, "who waits for a group waits for somebody"
+        self._note_members(round_, now)
 
     def _note_members(self, round_: Round, now: float) -> None:
         """Note whoever of a round is not told yet: before one of them is told to have ended."""
