@@ -390,7 +390,8 @@ class Site:
             node.discard()
         for process in (*self._processes, self._holder):
             process.kill()
-            process.wait(LIMIT_S)
+            with process:  # its pipes are closed
+                process.wait(LIMIT_S)
         _empty(self._cgroup)
         self.network.close()
         shutil.rmtree(self.root, ignore_errors=True)
