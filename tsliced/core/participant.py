@@ -230,9 +230,8 @@ class Participant:
         """Whether a rank is known whose memory must be assumed to be on a device."""
         return any(rank.state.holds_device for rank in self.ranks.values())
 
-    @property
     def is_known(self) -> bool:
-        """Whether others of the kind of all its ranks were seen to leave and to come back."""
+        """Return whether others of the kind of all its ranks were seen to leave and to come back."""
         return all(rank.qualified for rank in self.ranks.values())
 
     @property
