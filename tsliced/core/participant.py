@@ -231,7 +231,7 @@ class Participant:
         return any(rank.state.holds_device for rank in self.ranks.values())
 
     def is_known(self) -> bool:
-        """Return whether others of the kind of all its ranks were seen to leave and to come back."""
+        """Return whether others of the kind of all its ranks were seen to leave and come back."""
         return all(rank.qualified for rank in self.ranks.values())
 
     @property
