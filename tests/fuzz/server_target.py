@@ -82,6 +82,8 @@ NAMES = {str(frame.message.get("t")) for frame in KEPT}
 TELLING = ("resumed", "cancelled", "deferred", "contended", "restored", "leases")
 CODES = {str(code) for code in ErrorCode} - {"internal"}
 #: What the daemon logs of its own mistakes. (Other errors are for the operator: a job is pinned.)
+#: What the daemon goes on with when the hook that told of a job is gone.
+SEARCH = "finding the sentinel of a Slurm job"
 ERROR_LINE = re.compile(
     r"^\S+ ERROR +(?:bug|broken_invariant|journal|not_ended|story|unwatched) .*$", re.MULTILINE
 )
@@ -352,6 +354,8 @@ class ServerTarget:
             *(f"session {session}" for session in machine.leasing.sessions),
         ]
         tasks = asyncio.all_tasks() - self._at_rest - {asyncio.current_task()}
+        # It is about a job that Slurm may yet begin, and ends within a minute.
+        tasks = {task for task in tasks if task.get_name() != SEARCH}
         if left or tasks:
             return left + [f"task {task.get_name()}" for task in tasks]
         return [
