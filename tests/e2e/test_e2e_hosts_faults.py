@@ -16,7 +16,11 @@ import pytest
 from harness import RankError, fill_disk, own, until
 from net_hosts import Gang, Hosts, NetHost, at, kill_in_each_step, linked_hosts, peer, wait_for
 
-SETTINGS = {"groups.all": {"devices": ["n1:0", "n2:0", "n3:0"]}}
+#: A freeze may take as long as a test needs to do something in the middle of it.
+SETTINGS = {
+    "groups.all": {"devices": ["n1:0", "n2:0", "n3:0"]},
+    "limits": {"freeze_timeout_s": 5.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -315,13 +319,15 @@ def test_a_daemon_that_is_killed_in_any_step_of_a_move_takes_nothing_from_anybod
     kill_in_each_step(hosts, comes, leaves, killed=hosts[killed], slow=hosts["n2"])
 
 
-@pytest.mark.parametrize("stopped", ["n1", "n3"], ids=["the arbiter's", "a participant's"])
-def test_a_daemon_that_hangs_in_the_middle_of_a_move_is_waited_for_and_nobody_stays_frozen(
-    hosts: Hosts, stopped: str
+@pytest.mark.parametrize(
+    ("stopped", "slow"), [("n1", "n3"), ("n3", "n3")], ids=["the arbiter's", "a participant's"]
+)
+def test_a_daemon_that_hangs_in_the_middle_of_a_freeze_is_waited_for_and_nobody_stays_frozen(
+    hosts: Hosts, stopped: str, slow: str
 ) -> None:
     job = Gang(f"hung-{stopped}", hosts["n2"], hosts.all, group="all").load()
-    slow = "n3" if stopped == "n1" else "n2"
-    hosts[slow].fault(f"lock {job.ranks[slow].pid} * delay:400")
+    # A participant has not said then that its rank is frozen, so nobody has decided anything.
+    hosts[slow].fault(f"lock {job.ranks[slow].pid} * delay:4000")
     asked = hosts["n2"].rank("waiter").start("acquire", groups="all", timeout=60)
     until(lambda: "freeze" in hosts[slow].doing(), "it is about to be frozen")
     host = hosts[stopped]
@@ -335,6 +341,35 @@ def test_a_daemon_that_hangs_in_the_middle_of_a_move_is_waited_for_and_nobody_st
     finally:
         host.daemon.send_signal(signal.SIGCONT)
     hosts[slow].fault()
+    assert asked.wait()["state"] == "held"
+    assert hosts.states() == dict.fromkeys(job.pids, "parked")
+    assert not told_of(hosts, job.job, "rank_lost")
+
+
+def test_a_daemon_that_hangs_after_the_freeze_is_waited_for_and_nobody_else_is_let_on(
+    hosts: Hosts,
+) -> None:
+    job = Gang("hung-late", hosts["n2"], hosts.all, group="all").load()
+    hosts["n3"].fault(f"checkpoint {job.ranks['n3'].pid} * delay:4000")
+    asked = hosts["n2"].rank("waiter").start("acquire", groups="all", timeout=60)
+    until(lambda: "snapshot" in hosts["n3"].doing(), "its snapshot is under way")
+    host = hosts["n3"]
+    assert host.daemon is not None
+    host.daemon.send_signal(signal.SIGSTOP)
+    try:
+        others = hosts.others("n3")
+        for other in others:
+            wait_for(other, "n3", "lost")
+        parked = {job.ranks[other.name].pid: "parked" for other in others}
+        until(
+            lambda: {p: s for other in others for p, s in other.states().items()} == parked,
+            "all others are parked",
+        )
+        assert not asked.is_over(), "nothing is known of what was on its devices"
+        assert hosts["n1"].group("all")["holder"] is None
+    finally:
+        host.daemon.send_signal(signal.SIGCONT)
+    hosts["n3"].fault()
     assert asked.wait()["state"] == "held"
     assert hosts.states() == dict.fromkeys(job.pids, "parked")
     assert not told_of(hosts, job.job, "rank_lost")

@@ -16,6 +16,7 @@ import pytest
 from harness import HERE, Host, MakeHost, Pending, Rank, until
 
 from libtimeslice import TimeSliceError
+from libtimeslice.connection import Connection
 
 STATE_MIB = 40
 
@@ -278,12 +279,20 @@ def test_one_that_a_lost_journal_left_parked_and_stopped_is_not_passed_by(cast: 
     host.kill_daemon()
     lose(host, "all of it")
     host.start_daemon()
-    # Theirs, and the one that asks.
-    until(lambda: host.status()["sessions"] == 3, "the ranks are back")
     with host.connection(role="client", job="a") as connection:
+        # Once this is answered, connections that were closed before it count no more.
+        connection.request({"t": "ping"})
+        # Theirs, and this one.
+        until(lambda: sessions(connection) == 3, "the ranks are back")
         cast.first.stop()
         with pytest.raises(TimeSliceError, match="SIGCONT"):
             connection.request({"t": "acquire", "groups": ["g1"], "timeout_s": 3}, 30)
         os.kill(cast.first.pid, signal.SIGCONT)
         assert connection.request({"t": "acquire", "groups": ["g1"]}, 30)["restored"] is True
         assert cast.first.do("digest") == cast.digests[cast.first]
+
+
+def sessions(connection: Connection) -> int:
+    """Returns how many sessions the daemon has."""
+    count: int = connection.request({"t": "status"})["status"]["sessions"]
+    return count

@@ -32,6 +32,7 @@ from tsliced.core.model import (
 from tsliced.host.backends.base import Backend, BackendError
 from tsliced.host.devices import DeviceError, DeviceReading, Devices, DevicesError
 from tsliced.host.membership import Membership
+from tsliced.host.processes import is_alive
 
 #: NVML may go on listing a process for some 100 ms after its memory is gone.
 GONE_LIMIT_S: Final = 5.0
@@ -163,9 +164,11 @@ class Scanner:
             if not await self._backend.probe(rank.process):
                 return False
         except BackendError as exc:
-            text = f"whether it is parked cannot be told: {exc}"
-            raise ScanFailed(Reason(cause=Cause.DRIVER, text=text, rank=rank)) from exc
+            raise _untold(rank, str(exc)) from exc
         outcome = await self._backend.run(Verb.QUERY, rank, None, job)
+        # One that ended meanwhile is not parked.
+        if outcome.observed is RankState.UNKNOWN and is_alive(rank.process):
+            raise _untold(rank, outcome.failure.text if outcome.failure else "no answer")
         return outcome.observed is RankState.PARKED
 
     def _left(self, scan: ScanGroups, found: Iterable[FoundRank]) -> tuple[int, bool]:
@@ -317,6 +320,11 @@ class Scanner:
                 and await self._backend.is_hidden(process)
             ]
         )
+
+
+def _untold(rank: RankId, why: str) -> ScanFailed:
+    text = f"whether it is parked cannot be told: {why}"
+    return ScanFailed(Reason(cause=Cause.DRIVER, text=text, rank=rank))
 
 
 def _listed(reading: DeviceReading) -> int:

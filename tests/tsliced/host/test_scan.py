@@ -310,9 +310,17 @@ def test_a_process_that_cannot_be_asked_is_not_taken_for_one_without_state(tmp_p
     async def story(place: Place) -> None:
         with process_of("a") as rank:
             place.membership.register(rank, job("a"))
+            host, key = HostName("n1"), TenancyKey(job("a"), (G1,))
             place.backend.instead["probe"] = BackendError("it is stopped")
             with pytest.raises(ScanFailed, match="it is stopped"):
-                await place.scanner.forgotten(TenancyKey(job("a"), (G1,)), (), host=HostName("n1"))
+                await place.scanner.forgotten(key, (), host=host)
+            # As where it is known which way it went, and so that there is something to ask for.
+            del place.backend.instead["probe"]
+            place.devices.put(rank, MIB, D2)
+            place.backend.states[rank] = RankState.UNKNOWN
+            with pytest.raises(ScanFailed, match="cannot be told"):
+                await place.scanner.forgotten(key, (), host=host)
+        assert await place.scanner.forgotten(key, (), host=host) == (), "it has ended"
 
     tell(tmp_path, story)
 
