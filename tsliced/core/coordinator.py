@@ -291,8 +291,10 @@ class Coordinator:
             return []
         self._reports[report.host] = report
         self._unanswered.pop(report.host, None)
-        if report.failure is not None:
-            return self._on_failure(report.failure, now)
+        if (failure := report.failure) is not None:
+            if len(self.hosts) > 1:
+                failure = failure.at(report.host)
+            return self._on_failure(failure, now)
         return [] if self._lacks_answers() else self._complete(now)
 
     def on_host_gone(self, *, now: float) -> list[Effect]:

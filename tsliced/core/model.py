@@ -183,6 +183,12 @@ class Reason:
         ours = self.cause in (Cause.JOURNAL, Cause.SILENT)
         return ours or (self.cause is Cause.DRIVER and self.rank is None)
 
+    def at(self, host: HostName) -> Reason:
+        """Return the same with the host named, if no rank says where it is."""
+        if self.rank is not None:
+            return self
+        return Reason(cause=self.cause, text=f"{self.text} (on {host})")
+
     def __str__(self) -> str:
         where = f" (pid {self.rank.process.pid} on {self.rank.host})" if self.rank else ""
         return f"{self.text}{where}"

@@ -258,7 +258,7 @@ def test_what_runs_everywhere_is_not_moved_when_it_finds_company() -> None:
     occupied = failure(Cause.OCCUPIED)
     assert move.report(N1, RUNNING) == []
     assert move.report(N2, RUNNING, failed=occupied) == [
-        AdmissionFailed(tenancy=KEY, reason=occupied)
+        AdmissionFailed(tenancy=KEY, reason=replace(occupied, text=f"{occupied.text} (on n2)"))
     ]
     assert move.coordinator.place is Place.ON
 
@@ -295,7 +295,7 @@ def test_a_direction_that_cannot_be_changed_is_tried_so_often_and_then_blocked()
         pauses.append((move.coordinator.deadline or 0.0) - move.now)
         move.orders(move.wait())
     assert pauses == [1.0, 2.0, 4.0, 8.0]
-    text = "simulated driver (it began with: simulated freeze_timeout)"
+    text = "simulated driver (it began with: simulated freeze_timeout (on n1))"
     both = replace(BROKEN, text=text)
     assert move.report(N1, FROZEN, failed=BROKEN) == [Blocked(tenancy=KEY, reason=both)]
     assert move.coordinator.place is Place.BLOCKED
