@@ -143,6 +143,29 @@ def test_a_rank_goes_the_first_way_that_can_move_it(lab: Lab) -> None:
     plain.do("digest")
 
 
+def test_the_driver_is_not_asked_whether_a_process_drains(lab: Lab) -> None:
+    _, name = lab.engine()
+    _, other = lab.place.rank()
+
+    async def story(backend: CompositeBackend) -> None:
+        assert await backend.drains(name.process)
+        assert not await backend.drains(other.process)
+        assert lab.place.host.workers() == [], "each question is asked of a worker of its own"
+        assert await backend.probe(other.process)
+        assert len(lab.place.host.workers()) == 1, "that one takes the driver"
+
+    lab.tell(story, "endpoint+cuda", "torch", "cuda")
+
+
+def test_a_way_that_drains_does_not_count_behind_one_that_fits(lab: Lab) -> None:
+    _, name = lab.engine()
+
+    async def story(backend: CompositeBackend) -> None:
+        assert not await backend.drains(name.process), "it goes by the driver"
+
+    lab.tell(story, "cuda", "endpoint")
+
+
 def test_what_no_way_can_move_is_told_with_the_reasons_of_all(lab: Lab) -> None:
     _, name = lab.engine(endpoint="vllm+http://10.1.2.3:8000")
     plain = lab.place.host.rank()

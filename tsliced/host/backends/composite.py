@@ -207,10 +207,18 @@ class CompositeBackend(Backend):
         return False
 
     async def drains(self, process: ProcessId) -> bool:
-        """Ask the first part of the way that it goes."""
-        with contextlib.suppress(BackendError):
-            if (way := await self._first_fitting(process)) is not None:
-                return await self._backends[way[0]].drains(process)
+        """Ask the first part of the way that it goes.
+
+        Each scan asks this of each rank. So nobody is asked whether a way fits behind which none
+        drains: the driver, as a rule.
+        """
+        ways = self._ways_of(process)
+        each = [await self._backends[way[0]].drains(process) for way in ways]
+        for number, way in enumerate(ways):
+            if not any(each[number:]):
+                break
+            if await self._fits(way, process) is True:
+                return each[number]
         return False
 
     # --- operations ---------------------------------------------------------------------------
