@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from tsliced.core.actions import TellLost
 from tsliced.core.arbiter import Arbiter
@@ -54,9 +54,6 @@ from tsliced.core.signals import AdmissionFailed, Admitted, Blocked, Evicted, Ev
 from tsliced.core.tenancies import Outcome
 from tsliced.core.tenancy import Bound, Tenancy
 from tsliced.core.timers import TimerKey, TimerKind
-
-if TYPE_CHECKING:
-    pass
 
 #: How often a round's admission may find company on its devices before it is refused.
 MAX_ADMIT_TRIES = 5

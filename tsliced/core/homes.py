@@ -394,12 +394,11 @@ class Homes:
             out.append(FreeMemory(tenancy=tenancy.key, host=True, device=True))
         for key in keys:
             made = self.make(key, Place.ON if all_on else Place.OFF, old[0].lead)
-            # That there was a move at all tells a restart that callbacks may have to resume.
+            # That there was a move at all tells a restart that callbacks may have to resume, and
+            # whoever obeys orders of what was there before would refuse lower ones.
             made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.pinned = pinned
             made.coordinator.qualified = all(t.coordinator.qualified for t in old)
-            # Whoever obeys orders of what was there before would refuse lower ones.
-            made.coordinator.stamp = max(tenancy.coordinator.stamp for tenancy in old)
             made.coordinator.stopped_at = max(tenancy.coordinator.stopped_at for tenancy in old)
             made.coordinator.moves = max(tenancy.coordinator.moves for tenancy in old)
             made.participant.quiesced = any(tenancy.participant.quiesced for tenancy in old)
