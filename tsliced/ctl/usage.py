@@ -7,7 +7,7 @@ import csv
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from tsliced.ctl.calls import open_daemon
@@ -58,7 +58,8 @@ def show_usage(options: argparse.Namespace) -> int:
     until = min(now, options.until) if options.until is not None else now
     with open_daemon(options) as daemon:
         # Without a limit: what began before counts as far as it lasted on.
-        events = list(read_events(daemon, choice_of(_from_the_start(options))))
+        whole = replace(choice, since=0, after_unix=None)
+        events = list(read_events(daemon, whole))
     rows = usage(
         events,
         options.by,
@@ -72,10 +73,6 @@ def show_usage(options: argparse.Namespace) -> int:
     else:
         _print_table(rows, options.by)
     return DONE
-
-
-def _from_the_start(options: argparse.Namespace) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(options), "since": None})
 
 
 def _print_csv(rows: Sequence[Usage]) -> None:

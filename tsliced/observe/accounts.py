@@ -194,7 +194,7 @@ class Accounts:
 
     def add(self, event: Event) -> None:
         """Count one event; of other kinds than are known only what they warn of."""
-        self.count(_number(event, "at"), str(event["kind"]), str(event["level"]), event)
+        self.count(number(event, "at"), str(event["kind"]), str(event["level"]), event)
 
     def count(self, at_unix: float, kind: str, level: str, facts: Mapping[str, Fact]) -> None:
         """Count one event, as the history gets it."""
@@ -222,18 +222,18 @@ class Accounts:
                 self._close(token, self._latest_at)
 
     def _on_granted(self, at: float, event: Event) -> None:
-        token, lease = int(_number(event, "token")), str(event["lease"])
-        granted_at = at - _number(event, "held_s")
-        groups, job = _groups(event), str(event["job"])
+        token, lease = int(number(event, "token")), str(event["lease"])
+        granted_at = at - number(event, "held_s")
+        groups, job = groups_of(event), str(event["job"])
         is_new = granted_at >= self.since_unix
         owners = (self._job(job), *map(self._group, groups))
         if is_new:
             for owner in owners:
                 owner.leases += 1
-                owner.waits.add(_number(event, "waited_s"))
+                owner.waits.add(number(event, "waited_s"))
         known = self._open.get(token)
         if known is None:
-            switch_s = _number(event, "switch_s")
+            switch_s = number(event, "switch_s")
             counted_s = self._within(granted_at - switch_s, granted_at)
             for owner in owners if is_new else ():
                 owner.rounds += 1
@@ -263,10 +263,10 @@ class Accounts:
 
     def _count_unknown(self, event: Event, at: float) -> None:
         """Count a hold of which the beginning is not among the events."""
-        held_s = _number(event, "held_s")
+        held_s = number(event, "held_s")
         useful_s = self._within(at - held_s, at)
         if at >= self.since_unix:
-            owners = (self._job(str(event["job"])), *map(self._group, _groups(event)))
+            owners = (self._job(str(event["job"])), *map(self._group, groups_of(event)))
             for owner in owners:
                 owner.useful_s += useful_s
                 owner.holds.add(held_s)
@@ -287,12 +287,12 @@ class Accounts:
 
     def _on_held(self, event: Event) -> None:
         """Count leases that nobody waited for: they were granted at once."""
-        leases, ranks = int(_number(event, "leases")), max(1, int(_number(event, "ranks")))
+        leases, ranks = int(number(event, "leases")), max(1, int(number(event, "ranks")))
         rounds = max(1, leases // ranks)
         # Of each lease the time is counted, and its ranks hold together.
-        useful_s = _number(event, "held_s") / ranks
+        useful_s = number(event, "held_s") / ranks
         job, phase = self._job(str(event["job"])), str(event.get("phase") or "")
-        for owner in (job, *map(self._group, _groups(event))):
+        for owner in (job, *map(self._group, groups_of(event))):
             owner.leases += leases
             owner.rounds += rounds
             owner.useful_s += useful_s
@@ -301,7 +301,7 @@ class Accounts:
         job.useful_s_by_phase[phase] = job.useful_s_by_phase.get(phase, 0.0) + useful_s
 
     def _on_queued(self, event: Event) -> None:
-        for owner in (self._job(str(event["job"])), *map(self._group, _groups(event))):
+        for owner in (self._job(str(event["job"])), *map(self._group, groups_of(event))):
             owner.queued += 1
 
     def _on_not_granted(self, event: Event) -> None:
@@ -309,8 +309,8 @@ class Accounts:
 
     def _on_busy(self, event: Event) -> None:
         device = self.devices.setdefault(str(event["device"]), Device(str(event["group"])))
-        device.busy_s += _number(event, "busy_s")
-        device.seen_s += _number(event, "span_s")
+        device.busy_s += number(event, "busy_s")
+        device.seen_s += number(event, "span_s")
 
     def _on_step(self, event: Event) -> None:
         verb = str(event["verb"])
@@ -318,7 +318,7 @@ class Accounts:
         if (cause := event.get("cause")) is not None:
             step.failures[str(cause)] += 1
             return
-        seconds, moved = _number(event, "seconds"), int(_number(event, "bytes"))
+        seconds, moved = number(event, "seconds"), int(number(event, "bytes"))
         step.seconds.add(seconds)
         if verb in MOVING:
             step.bytes += moved
@@ -328,7 +328,7 @@ class Accounts:
 
     def _on_move(self, kind: str, event: Event) -> None:
         move = self.moves.setdefault(kind, Move())
-        move.seconds.add(_number(event, "seconds"))
+        move.seconds.add(number(event, "seconds"))
         if (cause := event.get("cause")) is not None:
             move.causes[str(cause)] += 1
         job = self._job(str(event["job"]))
@@ -340,8 +340,8 @@ class Accounts:
             return
         phases, name = self._job(str(event["job"])).phases, str(event["name"])
         times, seconds = phases.get(name, (0, 0.0))
-        more = int(_number(event, "times"))
-        phases[name] = (times + more, seconds + _number(event, "seconds"))
+        more = int(number(event, "times"))
+        phases[name] = (times + more, seconds + number(event, "seconds"))
 
     # --- what it comes to ---------------------------------------------------------------------
 
@@ -390,12 +390,13 @@ class Accounts:
         return self.jobs.setdefault(name, Job())
 
 
-def _groups(event: Event) -> tuple[str, ...]:
+def groups_of(event: Event) -> tuple[str, ...]:
+    """Return the names of the groups that an event is about."""
     groups = event.get("groups")
     return tuple(groups.split(",")) if isinstance(groups, str) and groups else ()
 
 
-def _number(event: Event, name: str) -> float:
+def number(event: Event, name: str) -> float:
     """Return a fact that should be a number; 0 if it is missing: earlier versions had fewer."""
     value = event.get(name)
-    return value if isinstance(value, (int, float)) else 0.0
+    return float(value) if isinstance(value, (int, float)) else 0.0

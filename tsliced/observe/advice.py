@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from tsliced.core.machine import Machine
 from tsliced.core.model import JobKey
 from tsliced.core.rounds import Round, RoundState
-from tsliced.observe.accounts import Event
+from tsliced.observe.accounts import Event, number
 
 SHORT_HOLDS: Final = "short_holds"
 NEVER_YIELDS: Final = "never_yields"
@@ -71,9 +71,9 @@ class Advisor:
     def add(self, event: Event) -> Advice | None:
         """Take an event of `KINDS` in; return what its job should hear of it, if anything."""
         if event["kind"] == "granted":
-            switch_s = _number(event, "switch_s")
+            switch_s = number(event, "switch_s")
             if switch_s >= _LEAST_SWITCH_S:
-                token = int(_number(event, "token"))
+                token = int(number(event, "token"))
                 self._switches[token] = switch_s
                 self._tokens[str(event["lease"])] = token
                 _limit(self._switches)
@@ -85,7 +85,7 @@ class Advisor:
         token = self._tokens.pop(str(event["lease"]), None)
         # Ranks of one round have their lease together: the first that is back speaks for all.
         switch_s = self._switches.pop(token, None) if token is not None else None
-        held_s = _number(event, "held_s")
+        held_s = number(event, "held_s")
         if switch_s is None or held_s >= switch_s:
             return None
         job = str(event["job"])
@@ -141,8 +141,3 @@ def _granted_at(round_: Round, now: float) -> float:
 def _limit(books: OrderedDict[Key, Value]) -> None:
     while len(books) > _MOST_JOBS:
         books.popitem(last=False)
-
-
-def _number(event: Event, name: str) -> float:
-    value = event.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0

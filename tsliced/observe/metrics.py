@@ -32,7 +32,7 @@ from tsliced.core.machine import Machine
 from tsliced.core.model import GroupConfig, JobKey, RankState
 from tsliced.host.journal import Journal
 from tsliced.host.memory import HOST, HostMemory
-from tsliced.observe.accounts import Accounts, Held, Spread
+from tsliced.observe.accounts import MOVING, Accounts, Held, Spread
 from tsliced.observe.sampling import Sampler
 from tsliced.observe.status import StatusPage
 from tsliced.observe.told import JobTold, Told
@@ -288,7 +288,7 @@ class MetricsPage:
         )
         failures = _counter("tsliced_step_failures", "Steps that failed.", "step", "cause")
         for verb, step in steps:
-            if verb in ("snapshot", "restore"):
+            if verb in MOVING:
                 moved.add_metric([verb], step.bytes)
             if step.latest_bytes_per_s is not None:
                 rate.add_metric([verb], step.latest_bytes_per_s)

@@ -6,20 +6,17 @@ is not over when the history ends lasts to the end of the span, and what began b
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tsliced.host.history import Fact
-from tsliced.observe.accounts import Event
+from tsliced.observe.accounts import MOVING, Event, groups_of, number
 
 #: Facts of every event, which are no figures of a job's own.
 _COMMON = frozenset({"seq", "at", "kind", "level", "job"})
 #: Steps of a move as the history has them, in their order.
 STEPS = ("freeze", "snapshot", "restore", "thaw")
-#: Those of them that copy.
-COPIES = ("snapshot", "restore")
 
 Kind = TypeVar("Kind", bound="Interval")
 
@@ -186,14 +183,14 @@ class _Reader:
 
     def add(self, event: Event) -> None:
         """Take one event in."""
-        at = _number(event, "at")
+        at = number(event, "at")
         if event["kind"] == "started" and not event.get("leases"):
             # It remembers no lease, so they ended with its machine.
             self._end_all(self.last_at)
         self.first_at, self.last_at = min(self.first_at, at), max(self.last_at, at)
         match event["kind"]:
             case "queued":
-                wait = Wait(job=_job(event), groups=_groups(event), begin=at, end=at)
+                wait = Wait(job=_job(event), groups=groups_of(event), begin=at, end=at)
                 self._waiting.setdefault(str(event["lease"]), wait)
             case "granted":
                 self._on_granted(event, at)
@@ -212,9 +209,9 @@ class _Reader:
                 self._on_phase(event, at)
             case "queue":
                 series = self._line.queues.setdefault((_job(event), str(event["name"])), Series())
-                series.add(at, _number(event, "depth"))
+                series.add(at, number(event, "depth"))
                 if event.get("target") is not None:
-                    series.target = _number(event, "target")
+                    series.target = number(event, "target")
             case "progress":
                 self._on_progress(event, at)
             case "busy":
@@ -253,7 +250,7 @@ class _Reader:
         line.holds = _within(line.holds, begin, end)
         line.waits = _within(line.waits, begin, end)
         line.operations = _within(line.operations, begin, end)
-        copied = {(o.job, o.epoch) for o in line.operations if o.verb in COPIES}
+        copied = {(o.job, o.epoch) for o in line.operations if o.verb in MOVING}
         line.moves = [
             replace(move, moved=(move.job, move.epoch) in copied)
             for move in _within(line.moves, begin, end)
@@ -264,11 +261,11 @@ class _Reader:
     # --- leases -------------------------------------------------------------------------------
 
     def _on_granted(self, event: Event, at: float) -> None:
-        lease, token = str(event["lease"]), int(_number(event, "token"))
-        began_at = at - _number(event, "held_s")
-        waited_s = _number(event, "waited_s")
+        lease, token = str(event["lease"]), int(number(event, "token"))
+        began_at = at - number(event, "held_s")
+        waited_s = number(event, "waited_s")
         self._waiting.pop(lease, None)
-        groups = _groups(event)
+        groups = groups_of(event)
         if waited_s > 0:
             wait = Wait(job=_job(event), groups=groups, begin=began_at - waited_s, end=began_at)
             self._line.waits.append(wait)
@@ -280,7 +277,7 @@ class _Reader:
                 phase=str(event.get("phase") or ""),
                 begin=began_at,
                 end=began_at,
-                switch_s=_number(event, "switch_s"),
+                switch_s=number(event, "switch_s"),
                 waited_s=waited_s,
                 restored=bool(event.get("restored")),
             )
@@ -295,9 +292,9 @@ class _Reader:
         token = self._token_of.pop(lease, None)
         if token is None:
             # Its beginning is not among the events.
-            begin = at - _number(event, "held_s")
+            begin = at - number(event, "held_s")
             self._line.holds.append(
-                Hold(job=_job(event), groups=_groups(event), phase="", begin=begin, end=at)
+                Hold(job=_job(event), groups=groups_of(event), phase="", begin=begin, end=at)
             )
             return
         known = self._held[token]
@@ -307,15 +304,15 @@ class _Reader:
             self._line.holds.append(replace(known.hold, end=at))
 
     def _on_held(self, event: Event, at: float) -> None:
-        ranks = max(1.0, _number(event, "ranks"))
+        ranks = max(1.0, number(event, "ranks"))
         self._line.holds.append(
             Hold(
                 job=_job(event),
-                groups=_groups(event),
+                groups=groups_of(event),
                 phase=str(event.get("phase") or ""),
-                begin=at - _number(event, "held_s") / ranks,
+                begin=at - number(event, "held_s") / ranks,
                 end=at,
-                rounds=max(1, int(_number(event, "leases") / ranks)),
+                rounds=max(1, int(number(event, "leases") / ranks)),
             )
         )
 
@@ -326,33 +323,33 @@ class _Reader:
             return
         reason, rank = event.get("reason"), str(event["rank"])
         # One after the other, though each is written down a little late.
-        begin = max(at - _number(event, "seconds"), self._done_at.get(rank, 0.0))
+        begin = max(at - number(event, "seconds"), self._done_at.get(rank, 0.0))
         self._done_at[rank] = at
         self._line.operations.append(
             Operation(
                 job=_job(event),
-                groups=_groups(event),
+                groups=groups_of(event),
                 rank=rank,
                 verb=str(event["verb"]),
                 begin=begin,
                 end=at,
-                bytes=int(_number(event, "bytes")),
+                bytes=int(number(event, "bytes")),
                 reason=str(reason) if reason is not None else None,
-                epoch=int(_number(event, "epoch")),
+                epoch=int(number(event, "epoch")),
             )
         )
 
     def _on_move(self, event: Event, at: float) -> None:
-        steps = {step: _number(event, f"{step}_s") for step in STEPS}
+        steps = {step: number(event, f"{step}_s") for step in STEPS}
         self._line.moves.append(
             Move(
                 job=_job(event),
-                groups=_groups(event),
+                groups=groups_of(event),
                 kind=str(event["kind"]),
-                begin=at - _number(event, "seconds"),
+                begin=at - number(event, "seconds"),
                 end=at,
                 steps={step: seconds for step, seconds in steps.items() if seconds},
-                epoch=int(_number(event, "epoch")),
+                epoch=int(number(event, "epoch")),
             )
         )
 
@@ -364,7 +361,7 @@ class _Reader:
             self._phases[key] = at
             return
         began_at = self._phases.pop(key, None)
-        seconds, times = _number(event, "seconds"), max(1, int(_number(event, "times")))
+        seconds, times = number(event, "seconds"), max(1, int(number(event, "times")))
         begin = began_at if began_at is not None and times == 1 else at - seconds
         self._line.phases.append(
             HostPhase(job=key[0], name=key[2], begin=begin, end=at, times=times)
@@ -378,7 +375,7 @@ class _Reader:
                 self._line.figures.setdefault((job, name), Series()).add(at, float(str(value)))
 
     def _on_busy(self, event: Event, at: float) -> None:
-        device, span_s = str(event["device"]), _number(event, "span_s")
+        device, span_s = str(event["device"]), number(event, "span_s")
         self._line.group_of[device] = str(event["group"])
         if span_s > 0:
             series = self._line.busy.setdefault(device, Series())
@@ -386,7 +383,7 @@ class _Reader:
             if not series.at or begin > series.at[-1] + span_s / 2:
                 # Nothing was told for a while, because nothing ran.
                 series.add(max(begin, series.at[-1] if series.at else begin), 0.0)
-            series.add(at, min(1.0, _number(event, "busy_s") / span_s))
+            series.add(at, min(1.0, number(event, "busy_s") / span_s))
 
 
 def gaps(holds: Iterable[Hold], waits: Iterable[Wait]) -> Iterator[tuple[float, float]]:
@@ -399,14 +396,6 @@ def gaps(holds: Iterable[Hold], waits: Iterable[Wait]) -> Iterator[tuple[float, 
         if until is not None and begin > until:
             yield until, begin
         until = end if until is None else max(until, end)
-
-
-def by_job(items: Iterable[Hold]) -> dict[str, list[Hold]]:
-    """Return holds by their jobs."""
-    found: defaultdict[str, list[Hold]] = defaultdict(list)
-    for item in items:
-        found[item.job].append(item)
-    return dict(found)
 
 
 def _within(found: list[Kind], begin: float, end: float) -> list[Kind]:
@@ -423,13 +412,3 @@ def _within(found: list[Kind], begin: float, end: float) -> list[Kind]:
 
 def _job(event: Event) -> str:
     return str(event["job"])
-
-
-def _groups(event: Event) -> tuple[str, ...]:
-    groups = event.get("groups")
-    return tuple(groups.split(",")) if isinstance(groups, str) and groups else ()
-
-
-def _number(event: Event, name: str) -> float:
-    value = event.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from libtimeslice import __version__
+from tsliced.observe.accounts import MOVING
 from tsliced.observe.timeline import Hold, Operation, Timeline
 
 Message = dict[str, Any]
@@ -229,7 +230,7 @@ class _Maker:
         parked = [
             (op.end, op.bytes if op.verb == "snapshot" else -op.bytes)
             for op in line.operations
-            if op.verb in ("snapshot", "restore") and op.reason is None
+            if op.verb in MOVING and op.reason is None
         ]
         self._levels("parked bytes", parked)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from tsliced.observe.accounts import Accounts, Event, Held
+from tsliced.observe.accounts import Accounts, Event, Held, number
 
 By = Literal["job", "user", "account", "group"]
 
@@ -98,8 +98,7 @@ def _note(event: Event, parks: _Parks, of_account: dict[str, str]) -> None:
     if kind == "evicted":
         parks.begin(job, groups, at)
     elif kind == "admitted":
-        seconds = event.get("seconds")
-        parks.end((job, groups), at - (seconds if isinstance(seconds, (int, float)) else 0.0))
+        parks.end((job, groups), at - number(event, "seconds"))
     elif kind in _ENDS:
         parks.end_job(job, at)
     elif kind == "job_known" and (account := event.get("account")) is not None:
