@@ -17,7 +17,7 @@ from bench.daemon import Place, make_devices
 from bench.deaths import measure_deaths
 from bench.footprint import measure_footprint
 from bench.machine import choose_cores, describe
-from bench.report import Section, heading, table, to_json
+from bench.report import Section, publish
 from bench.requests import (
     measure_acquire,
     measure_crowd,
@@ -40,7 +40,7 @@ MEASUREMENTS: dict[str, Callable[[Place], Section]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench; raises if something is broken, and returns 0 whatever the figures are."""
-    options = _parse(arguments)
+    options = parse(arguments)
     STATE.mkdir(parents=True, exist_ok=True)
     machine = describe(STATE)
     cores = choose_cores()
@@ -49,23 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="tsliced-bench-") as directory:
         place = Place(directory=Path(directory), state=STATE, cores=cores)
         make_devices(place)
-        sections = [_measure(name, place) for name in options.only]
-    print(heading(machine, apart=cores.apart))
-    print(table(sections))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(to_json(sections, machine))
-    print(f"written to {options.json}", file=sys.stderr)
+        sections = [_measure(name, place) for name in dict.fromkeys(options.only or MEASUREMENTS)]
+    publish(sections, machine, options.json, apart=cores.apart)
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options: `only`, the names of measurements or None for all, and `json`."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "--only",
         type=_names,
-        default=list(MEASUREMENTS),
+        action="extend",
         metavar="NAME,...",
-        help=f"measure only some of: {', '.join(MEASUREMENTS)}",
+        help=f"measure only some of: {', '.join(MEASUREMENTS)}; may be repeated",
     )
     parser.add_argument(
         "--json",

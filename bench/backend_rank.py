@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-from bench.server import ROOT
+from bench.rank import RankProcess
 from demo.cuda import DeviceBuffer, Driver
 from libtimeslice import TimeSlice, connect
 
 MIB = 1 << 20
 #: Larger than caches, and copied again and again.
 BUFFER_BYTES = 256 * MIB
-START_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +35,15 @@ class Rates:
     back: float
 
 
-class BackendRank:
-    """The process, from outside. It also ends when this process does."""
+class BackendRank(RankProcess):
+    """The process, from outside."""
 
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], first: str = ""
     ) -> None:
-        """Waits until it is ready, which it says by a line. `first`: what it is told before."""
-        self._process = subprocess.Popen(
-            # (torch says that there is no numpy, which nobody here needs.)
-            [sys.executable, "-W", "ignore", *command],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        if first:
-            self._tell(first)
-        self._line()
-
-    @property
-    def pid(self) -> int:
-        """The rank's process."""
-        return self._process.pid
+        """Waits until it is ready. `first`: what it is told before."""
+        # (torch says that there is no numpy, which nobody here needs.)
+        super().__init__("-W", "ignore", *command, environment=environment, first=first)
 
     def copy(self) -> Rates:
         """Has it copied as many bytes as it has; it must not be parked."""
@@ -73,29 +55,6 @@ class BackendRank:
         """Returns how many pages it has had made so far."""
         with open(f"/proc/{self.pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[7])
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"a rank ended with status {self._process.wait(START_LIMIT_S)}")
-        return line
-
-    def __enter__(self) -> BackendRank:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 # --- inside of it ---------------------------------------------------------------------------------

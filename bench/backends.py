@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.backend_moves import Cycle
 from bench.backend_scenes import DRIVER_MIB, ENGINE_MIB, Scenes, devices_of, torch_mib
 from bench.machine import choose_cores, describe
-from bench.report import Goal, Row, Section, heading, table, to_json
+from bench.report import Goal, Row, Section, publish
 from bench.server import ROOT, STATE
 
 MIN_RATIO = 0.8
@@ -50,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             driver_mib=options.driver_mib,
         )
         sections = list(measure(scenes, tensors_mib, options.many))
-    print(heading(machine, apart=cores.apart))
-    print(table(sections))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(to_json(sections, machine))
-    print(f"written to {options.json}", file=sys.stderr)
+    publish(sections, machine, options.json, apart=cores.apart)
     return 0
 
 

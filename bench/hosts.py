@@ -7,7 +7,6 @@ no failure of the run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from bench.hosts_daemons import LinkedSwitches, measure_linked
 from bench.hosts_polling import overhead_s
 from bench.hosts_simulated import SwitchCost, simulate
 from bench.machine import choose_cores, describe
-from bench.report import Goal, Row, Section, document, heading, percentile, rounded, table
+from bench.report import Goal, Row, Section, percentile, publish, rounded
 from bench.server import ROOT, STATE
 
 #: Simulated participants, and real daemons.
@@ -56,15 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         daemons = _measure("daemons", options.daemons, linked, options.daemon_switches)
     sections = [simulated_section(simulated), linked_section(daemons)]
-    print(heading(machine, apart=cores.apart))
-    print(table(sections))
-    report = {
-        **document(sections, machine),
-        "overhead_ms_p50": {n: rounded(_overhead_ms(costs)) for n, costs in simulated.items()},
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.json}", file=sys.stderr)
+    overheads = {n: rounded(_overhead_ms(costs)) for n, costs in simulated.items()}
+    further = {"overhead_ms_p50": overheads}
+    publish(sections, machine, options.json, apart=cores.apart, further=further)
     return 0
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from bench.machine import Machine
@@ -140,9 +142,24 @@ def heading(machine: Machine, *, apart: bool) -> str:
     return "\n".join(lines)
 
 
-def to_json(sections: Sequence[Section], machine: Machine) -> str:
-    """Returns the same as JSON: see `document`."""
-    return json.dumps(document(sections, machine), indent=2) + "\n"
+def publish(
+    sections: Sequence[Section],
+    machine: Machine,
+    path: Path,
+    *,
+    apart: bool,
+    further: Mapping[str, object] | None = None,
+) -> None:
+    """Prints a run for people and writes it to a file as JSON, to which `further` is added.
+
+    `apart`: servers and clients have a core each. Directories of the file are made.
+    """
+    print(heading(machine, apart=apart))
+    print(table(sections))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = {**document(sections, machine), **(further or {})}
+    path.write_text(json.dumps(made, indent=2) + "\n")
+    print(f"written to {path}", file=sys.stderr)
 
 
 def document(sections: Sequence[Section], machine: Machine) -> dict[str, object]:

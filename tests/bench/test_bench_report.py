@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from bench.__main__ import parse
 from bench.comparing import ratio_of, take_turns
 from bench.machine import Machine
-from bench.report import Goal, Row, Section, percentile, table, to_json
+from bench.report import Goal, Row, Section, document, percentile, publish, table
 
 MACHINE = Machine(
     cpu_model="model",
@@ -67,16 +69,39 @@ def test_the_table_says_what_was_missed() -> None:
 def test_the_json_has_what_counts_at_the_top_and_the_rest_as_raw() -> None:
     counting = row(1.7, headline="acquire_ratio_p50", ours=12.0, theirs=8.0)
     plain = Row(key="switch_ms", label="switch", ours=1 / 3)
-    document = json.loads(to_json([Section(title="", rows=[counting, plain])], MACHINE))
-    assert document["acquire_ratio_p50"] == 1.7
-    assert document["goals"] == {"acquire_ratio_p50": {"at_most": 1.5, "met": False}}
-    assert document["raw"] == {
+    found = document([Section(title="", rows=[counting, plain])], MACHINE)
+    assert found["acquire_ratio_p50"] == 1.7
+    assert found["goals"] == {"acquire_ratio_p50": {"at_most": 1.5, "met": False}}
+    assert found["raw"] == {
         "pair_us": 12.0,
         "pair_us_yardstick": 8.0,
         "pair_us_ratio": 1.7,
         "switch_ms": 0.333333,
     }
-    assert document["machine"]["cpu_model"] == "model"
+    assert found["machine"] == MACHINE.as_dict()
+
+
+def test_a_run_is_printed_and_written_with_what_else_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "further" / "bench.json"
+    sections = [Section(title="requests", rows=[row(1.2)])]
+    publish(sections, MACHINE, path, apart=False, further={"more": [1]})
+    assert json.loads(path.read_text()) == {**document(sections, MACHINE), "more": [1]}
+    printed = capsys.readouterr()
+    assert printed.out.startswith("model, 2 cores")
+    assert "only core" in printed.out
+    assert table(sections) in printed.out
+    assert str(path) in printed.err
+
+
+def test_what_to_measure_adds_up_where_it_is_named_twice() -> None:
+    assert parse(["--only", "acquire", "--only", "deaths,switch"]).only == [
+        "acquire",
+        "deaths",
+        "switch",
+    ]
+    assert parse([]).only is None
 
 
 def test_a_ratio_is_of_neighbouring_rounds_so_that_a_slow_spell_does_not_count() -> None:
