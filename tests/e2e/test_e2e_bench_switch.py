@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -50,6 +51,46 @@ def test_a_process_of_a_given_size_is_switched_and_comes_back_whole(make_host: M
     (told,) = host.events("progress")
     assert told["switch_s"] == pytest.approx(found["switch_s"])
     assert host.group()["resident"] == [], "it leaves nothing on the devices"
+
+
+def test_what_was_measured_is_what_observe_goes_by(make_host: MakeHost) -> None:
+    host = make_host(SOFTCUDA_THROTTLE_MBPS="30")
+    rank = host.trainer("b", mib=8)
+    before = observed(host, rank.pid)
+    assert before["switch"]["source"] == "estimated"
+    assert before["measured_at"] is None
+    began_unix = time.time()
+    found = measured(host, "--size", "24MiB", "--group", "g2", "--device", "1")
+    after = observed(host, rank.pid)
+    steps, switch = found["steps"], after["switch"]
+    assert switch["source"] == "measured"
+    assert switch["out_bytes_per_s"] == pytest.approx(steps["snapshot"]["bytes_per_s"])
+    assert switch["in_bytes_per_s"] == pytest.approx(steps["restore"]["bytes_per_s"])
+    copies_s = steps["snapshot"]["seconds"] + steps["restore"]["seconds"]
+    assert switch["fixed_s"] == pytest.approx(found["switch_s"] - copies_s)
+    assert switch["bytes_per_device"] >= 8 * MIB
+    assert began_unix <= after["measured_at"] <= time.time()
+    page = subprocess.run(
+        [*CTL, "observe", "--pid", str(rank.pid), "--duration", "0.5"],
+        env=host.variables(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert "by what bench-switch measured here" in page.stdout
+
+
+def observed(host: Host, pid: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [*CTL, "observe", "--json", "--pid", str(pid), "--duration", "0.5"],
+        env=host.variables(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_a_running_job_is_switched_and_goes_on(host: Host) -> None:

@@ -20,6 +20,7 @@ from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, open_daemon, socket_of
 from tsliced.ctl.failures import BUSY, DONE, NOT_FOUND, USAGE, CommandError
 from tsliced.ctl.history import Choice, read_events
+from tsliced.ctl.measured import leave
 from tsliced.ctl.names import job_name, job_text
 from tsliced.ctl.options import Commands, limit_of, name, positive_seconds, size_of, text
 from tsliced.ctl.output import duration, print_json, rate, say, size, table
@@ -28,7 +29,8 @@ _DESCRIPTION = """\
 Takes a job off its devices and brings it back, through the daemon and in turns with all others,
 and says what each step took, how fast bytes went, and how fast this host could copy them. The job
 is a running one (--job), or a process with --size of device memory that is made for it. The daemon
-goes by what it learned when it says how long a move still takes.
+goes by what it learned when it says how long a move still takes, and `tslicectl observe` when it
+estimates what sharing could give.
 """
 #: A process that is made for it has so long to take its memory, seconds.
 _BALLAST_LIMIT_S = 120.0
@@ -87,7 +89,7 @@ def bench_switch(options: argparse.Namespace) -> int:
         found = summary(events, limits)
         if found is None:
             raise CommandError("nothing was moved: the job has no state", code="not_moved")
-        _tell(options, found)
+        leave(options, found)
     if options.json:
         print_json(found)
     else:
@@ -350,16 +352,3 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"A phase should last {duration(found['shortest_phase_s'])} or longer, so that no more "
         "than a tenth goes into switches.",
     ]
-
-
-def _tell(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Leaves the result in the history, for whoever looks later."""
-    fields = {
-        name: float(found[name]) for name in ("off_s", "on_s", "switch_s", "shortest_phase_s")
-    }
-    fields["bytes"] = float(found["bytes"])
-    fields |= {f"copy_{key}": float(value) for key, value in (found["copy_limit"] or {}).items()}
-    with _open(options, f"bench-switch-{os.getpid()}") as daemon:
-        daemon.send({"t": "progress", "fields": fields})
-        # Answered behind it, so that it has arrived.
-        ask(daemon, "ping")

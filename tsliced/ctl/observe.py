@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tsliced.ctl.failures import DONE, FAILED, NOT_FOUND, CommandError
+from tsliced.ctl.measured import latest
 from tsliced.ctl.options import Commands, pid, positive_seconds, seconds, text
 from tsliced.ctl.output import duration, print_json, rate, say, size, styled, table, use_colour
 
@@ -80,7 +81,8 @@ def add_commands(commands: Commands) -> None:
         "--switch-s",
         metavar="SECONDS",
         type=seconds,
-        help="what a switch costs: one job out, the other one in (default: estimated)",
+        help="what a switch costs: one job out, the other one in (default: what bench-switch "
+        "measured here, else estimated)",
     )
     cost.add_argument(
         "--copy-rate",
@@ -122,13 +124,26 @@ def observe_job(options: argparse.Namespace) -> int:
     if watched is None or len(watched.samples) < LEAST_SAMPLES:
         raise CommandError("it ended before anything was seen", code="not_found", status=NOT_FOUND)
     seen = idleness.look_through(watched.samples)
-    bytes_per_s = options.copy_rate * 1e9 if options.copy_rate is not None else None
-    switch = idleness.estimate_switch(seen, bytes_per_s=bytes_per_s)
+    measured = None
     if options.switch_s is not None:
         switch = idleness.Switch(seconds=options.switch_s, source="given")
+    elif options.copy_rate is not None:
+        pace = options.copy_rate * 1e9
+        switch = idleness.estimate_switch(seen, out_bytes_per_s=pace, in_bytes_per_s=pace)
+    elif (measured := latest(options)) is not None:
+        switch = idleness.estimate_switch(
+            seen,
+            fixed_s=measured.fixed_s,
+            out_bytes_per_s=measured.out_bytes_per_s,
+            in_bytes_per_s=measured.in_bytes_per_s,
+            source="measured",
+        )
+    else:
+        switch = idleness.estimate_switch(seen)
     gain = idleness.estimate_gain(seen, switch.seconds)
     if options.json:
-        print_json(document(watched, seen, switch, gain, interval_s))
+        found = document(watched, seen, switch, gain, interval_s)
+        print_json({**found, "measured_at": measured.at_unix if measured is not None else None})
     else:
         lines = page(watched, seen, switch, gain, colour=use_colour(sys.stdout))
         print("\n".join(lines), flush=True)
@@ -228,12 +243,13 @@ def _histogram_lines(seen: Idleness, *, colour: bool) -> list[str]:
 def _switch_line(switch: Switch) -> str:
     if switch.source == "given":
         return f"a switch takes {duration(switch.seconds)}, as given"
-    moved = size(switch.bytes_per_device)
-    return (
-        f"a switch takes about {duration(switch.seconds)}, estimated: {moved} a device out at "
-        f"{rate(switch.out_bytes_per_s)} and as much in at "
-        f"{rate(switch.in_bytes_per_s)}; measure it, and say --switch-s"
+    how = "by what bench-switch measured here" if switch.source == "measured" else "estimated"
+    text = (
+        f"a switch takes about {duration(switch.seconds)}, {how}: {size(switch.bytes_per_device)} "
+        f"a device out at {rate(switch.out_bytes_per_s)} and as much in at "
+        f"{rate(switch.in_bytes_per_s)}, {duration(switch.fixed_s)} for the rest"
     )
+    return text if switch.source == "measured" else f"{text}; measure it by tslicectl bench-switch"
 
 
 def _gain_lines(seen: Idleness, switch: Switch, gain: Gain) -> list[str]:

@@ -65,8 +65,11 @@ class Switch:
     """What a switch is taken to cost."""
 
     seconds: float
-    #: ``given``, or ``estimated`` from the job's memory and copy rates.
+    #: ``given``, or worked out from the job's memory: by what was ``measured`` on this host, or
+    #: ``estimated`` by public copy rates.
     source: str
+    #: Of it, what is no copy.
+    fixed_s: float = FIXED_SWITCH_S
     bytes_per_device: int = 0
     out_bytes_per_s: float = OUT_BYTES_PER_S
     in_bytes_per_s: float = IN_BYTES_PER_S
@@ -172,20 +175,26 @@ def _histogram(windows: Sequence[Window]) -> tuple[Bin, ...]:
     return tuple(bins)
 
 
-def estimate_switch(idleness: Idleness, *, bytes_per_s: float | None = None) -> Switch:
+def estimate_switch(
+    idleness: Idleness,
+    *,
+    fixed_s: float = FIXED_SWITCH_S,
+    out_bytes_per_s: float = OUT_BYTES_PER_S,
+    in_bytes_per_s: float = IN_BYTES_PER_S,
+    source: str = "estimated",
+) -> Switch:
     """Return what a switch would take by the job's memory: out with it, in with one as large.
 
-    Devices are copied side by side, so the fullest one counts. `bytes_per_s`: of both directions,
-    if it is known.
+    Devices are copied side by side, so the fullest one counts.
     """
     most = max(idleness.peak_bytes.values(), default=0)
-    out, back = bytes_per_s or OUT_BYTES_PER_S, bytes_per_s or IN_BYTES_PER_S
     return Switch(
-        seconds=FIXED_SWITCH_S + most / out + most / back,
-        source="estimated",
+        seconds=fixed_s + most / out_bytes_per_s + most / in_bytes_per_s,
+        source=source,
+        fixed_s=fixed_s,
         bytes_per_device=most,
-        out_bytes_per_s=out,
-        in_bytes_per_s=back,
+        out_bytes_per_s=out_bytes_per_s,
+        in_bytes_per_s=in_bytes_per_s,
     )
 
 

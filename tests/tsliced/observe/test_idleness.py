@@ -122,5 +122,5 @@ def test_a_switch_is_estimated_by_the_fullest_device() -> None:
     expected_s = FIXED_SWITCH_S + 10 * GIB / OUT_BYTES_PER_S + 10 * GIB / IN_BYTES_PER_S
     assert switch.seconds == pytest.approx(expected_s)
     assert (switch.source, switch.bytes_per_device) == ("estimated", 10 * GIB)
-    known = estimate_switch(found, bytes_per_s=10e9)
+    known = estimate_switch(found, out_bytes_per_s=10e9, in_bytes_per_s=10e9)
     assert known.seconds == pytest.approx(FIXED_SWITCH_S + 2 * 10 * GIB / 10e9)
