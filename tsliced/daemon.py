@@ -55,6 +55,7 @@ from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
+from tsliced.net.histories import Histories
 from tsliced.net.listening import Inheritance, inherit, listen
 from tsliced.net.operations import Operations
 from tsliced.net.peer_auth import load_credentials
@@ -472,17 +473,7 @@ class Daemon:
         )
         told = Told(limits, driver.write)
         driver.sampler = Sampler(driver.write, interval_s=lambda: self.config.history.sample_s)
-        peers = None
-        if (door := base.door) is not None:
-            peers = driver.hosts = Peers(
-                door.identity,
-                door.addresses,
-                post=driver.post,
-                note=driver.note,
-                status=status.status,
-            )
-            status.peers = peers.shown
-            _warn_of_door(driver, door)
+        peers = _make_peers(driver, base.door, status) if base.door is not None else None
         return Server(
             driver,
             config.limits.server,
@@ -594,6 +585,20 @@ def _warn_of(driver: Driver, devices: Devices | None) -> None:
         for text in device.warnings():
             reason = f"device {device.index}: {text}"
             driver.note("device", "warning", device=device.uuid, reason=reason)
+
+
+def _make_peers(driver: Driver, door: _Door, status: StatusPage) -> Peers:
+    peers = driver.hosts = Peers(
+        door.identity,
+        door.addresses,
+        post=driver.post,
+        note=driver.note,
+        status=status.status,
+        events=Histories(driver).answer,
+    )
+    status.peers = peers.shown
+    _warn_of_door(driver, door)
+    return peers
 
 
 def _warn_of_door(driver: Driver, door: _Door) -> None:

@@ -240,12 +240,16 @@ def _parse_events(message: Message) -> EventsQuery:
         groups=choices_field(message, "groups"),
         jobs=choices_field(message, "jobs"),
         kinds=choices_field(message, "kinds"),
+        host=_host_field(message),
     )
 
 
 def _parse_status(message: Message) -> StatusQuery:
-    host = None if message.get("host") is None else name_field(message, "host")
-    return StatusQuery(id=id_field(message), host=host)
+    return StatusQuery(id=id_field(message), host=_host_field(message))
+
+
+def _host_field(message: Message) -> str | None:
+    return None if message.get("host") is None else name_field(message, "host")
 
 
 def _parse_show(message: Message) -> ShowQuery:

@@ -158,7 +158,10 @@ class PsQuery:
 
 @_value
 class EventsQuery:
-    """Asks for history from number `since` on; with `follow`, also for what is to come."""
+    """Asks for history from number `since` on; with `follow`, also for what is to come.
+
+    `host` None: of the daemon that is asked; of others there is only what has happened.
+    """
 
     id: int
     since: int | None
@@ -171,6 +174,7 @@ class EventsQuery:
     groups: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    host: str | None = None
 
 
 @_value

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, Host, MakeHost, Settings, until
+from harness import LIMIT_S, Host, MakeHost, Settings, own, until
 from net_hosts import Cluster, at, ctl, linked_hosts, peer, wait_for
 
 
@@ -347,6 +347,55 @@ def test_a_job_on_two_hosts_makes_room_on_both_and_has_its_state_back_on_both_g1
     again.wait()
     assert [rank.do("digest") for rank in ranks] == digests
     driver.do("release")
+
+
+def test_the_histories_of_all_hosts_are_one(make_host: MakeHost, tmp_path: Path) -> None:
+    shared: Settings = {"groups.both": {"devices": ["n1:0", "n2:0"]}}
+    n1, n2 = linked(make_host, Cluster(tmp_path, "psk", "n1", "n2"), **shared)
+    ranks = [n1.rank("a"), n2.rank("a")]
+    ranks[1].do("acquire", groups="both", timeout=LIMIT_S)
+    for seed, rank in enumerate(ranks):
+        rank.do("context", device=0)
+        rank.do("fill", mib=2, seed=seed)
+    other = n1.rank("b")
+    asked = other.start("acquire", groups="both", timeout=LIMIT_S)
+    until(lambda: n1.group("both")["queue"], "b waits")
+    ranks[1].do("release")
+    asked.wait()
+    other.do("release")
+
+    whole = json.loads(at(n2, "events", "--all", "--job", "a", "--json"))
+    assert (whole["hosts"], whole["missing"]) == (["n2", "n1"], {})
+    times = [event["at"] for event in whole["events"]]
+    assert times == sorted(times)
+    moved = [e for e in whole["events"] if e["kind"] == "operation" and e["verb"] == "snapshot"]
+    assert {(e["origin"], e["rank"].split(":")[0]) for e in moved} == {("n1", "n1"), ("n2", "n2")}
+    assert {e["origin"] for e in whole["events"] if e["kind"] == "granted"} == {"n1"}
+    of_n1 = json.loads(at(n2, "events", "--host", "n1", "--job", "a", "--json"))["events"]
+    assert [e["seq"] for e in of_n1] == [e["seq"] for e in n1.events() if e.get("job") == own("a")]
+    used = {
+        row["name"]: row["leases"]
+        for row in json.loads(at(n2, "usage", "--all", "--json"))["usage"]
+    }
+    assert used == {own("a"): 1, own("b"): 1}
+    trace = json.loads(at(n2, "trace", "--all", "-o", "-"))
+    assert trace["otherData"]["host"] == "n2, n1"
+    tracks = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {
+        f"rank {host.name}:{rank.pid}" for host, rank in ((n1, ranks[0]), (n2, ranks[1]))
+    } <= tracks
+    found = json.loads(at(n2, "report", "--all", "--json"))["figures"]
+    assert len(found["jobs"]) == 2
+
+    at(n2, "events", "--all", "--since", "1", status=2)
+    at(n2, "events", "--all", "-f", status=2)
+    at(n2, "events", "--host", "n9", status=3)
+    n1.kill_daemon()
+    wait_for(n2, "n1", "suspect")
+    left = json.loads(at(n2, "events", "--all", "--json"))
+    assert left["hosts"] == ["n2"]
+    assert "n1 is suspect" in left["missing"]["n1"]
+    n1.start_daemon()
 
 
 def test_a_lease_of_another_host_outlives_both_daemons_g8(

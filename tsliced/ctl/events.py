@@ -14,8 +14,15 @@ from libtimeslice.errors import DaemonUnreachable
 from libtimeslice.fields import MAX_EVENTS
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask, notices, open_daemon
-from tsliced.ctl.failures import DONE
-from tsliced.ctl.history import Choice, add_choice_options, choice_of, read_pages
+from tsliced.ctl.failures import DONE, USAGE, CommandError
+from tsliced.ctl.history import (
+    Choice,
+    add_choice_options,
+    add_host_options,
+    choice_of,
+    read_pages,
+    read_recorded,
+)
 from tsliced.ctl.names import job_text
 from tsliced.ctl.options import Commands, limit_of
 from tsliced.ctl.output import clock, duration, print_json, printable, say, size, styled, use_colour
@@ -27,7 +34,7 @@ RECONNECT_S = 10.0
 RETRY_S = 0.25
 
 _STYLE_OF_LEVEL = {"warning": "yellow", "error": "red"}
-_NOT_FACTS = {"seq", "at", "kind", "level", "job"}
+_NOT_FACTS = {"seq", "at", "kind", "level", "job", "origin"}
 
 
 def add_commands(commands: Commands) -> None:
@@ -35,6 +42,7 @@ def add_commands(commands: Commands) -> None:
     events = commands.add("events", "show what happened: grants, releases, moves, faults")
     events.add_argument("-f", "--follow", action="store_true", help="go on with what happens next")
     add_choice_options(events)
+    add_host_options(events)
     events.add_argument(
         "--kind",
         metavar="KIND",
@@ -54,6 +62,8 @@ def add_commands(commands: Commands) -> None:
 def show_events(options: argparse.Namespace) -> int:
     """Prints one line an event; with ``--json`` one document, or one a line with ``--follow``."""
     choice = choice_of(options, options.kind or ())
+    if options.all or options.host is not None:
+        return _show_hosts(options, choice)
     if not options.follow:
         with open_daemon(options) as daemon:
             events, following = _past(daemon, choice, options)
@@ -67,6 +77,25 @@ def show_events(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"event": event})
         else:
+            _print_line(event)
+    return DONE
+
+
+def _show_hosts(options: argparse.Namespace, choice: Choice) -> int:
+    if options.follow:
+        text = "--follow goes with neither --all nor --host: run it on each host"
+        raise CommandError(text, code="bad_request", status=USAGE)
+    limit: int | None = options.limit
+    latest = limit or DEFAULT_LIMIT if choice == Choice() else None
+    with open_daemon(options) as daemon:
+        found = read_recorded(daemon, options, choice, latest=latest)
+    events, most = found.events, latest or limit
+    if most is not None:
+        events = events[-most:] if options.since is None else events[:most]
+    if options.json:
+        print_json({"events": events, "hosts": found.hosts, "missing": dict(found.missing)})
+    else:
+        for event in events:
             _print_line(event)
     return DONE
 
@@ -141,6 +170,8 @@ def _print_line(event: Message) -> None:
 def event_line(event: Message) -> str:
     """Returns one event as a line: its number, local time, kind, job and facts as key=value."""
     parts = [f"{event['seq']:>6}", clock(event["at"]), f"{event['kind']:<16}"]
+    if event.get("origin") and event["kind"] != "progress":
+        parts.append(f"on={event['origin']}")
     if event.get("job"):
         parts.append(f"job={job_text(event['job'])}")
     parts += [

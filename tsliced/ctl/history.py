@@ -1,20 +1,23 @@
-"""Reads the event history of a daemon, page by page: for `events`, reports and traces."""
+"""Reads the event history of a daemon, or of all hosts, page by page: for reports and others."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
 from libtimeslice.connection import Connection
+from libtimeslice.errors import Refused, Unavailable
 from libtimeslice.fields import MAX_ID, MAX_INSTANT
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import ask
+from tsliced.ctl.failures import USAGE, CommandError
 from tsliced.ctl.options import name, text
+from tsliced.ctl.output import say
 
 #: Events that are asked for at once.
 PAGE: Final = 2000
@@ -38,30 +41,82 @@ class Choice:
     kinds: tuple[str, ...] = ()
 
 
-def read_events(daemon: Connection, choice: Choice) -> Iterator[Message]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Events, the oldest first, and of which hosts they are."""
+
+    events: list[Message]
+    hosts: tuple[str, ...]
+    #: Hosts that did not tell, and why.
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_recorded(
+    daemon: Connection, options: argparse.Namespace, choice: Choice, *, latest: int | None = None
+) -> Recorded:
+    """Returns what a choice chooses of the hosts that the options of `add_host_options` name.
+
+    Of all hosts it is one history: see `tsliced.observe.merging`. `latest`: only so many of each
+    host, the latest ones; then the choice must be an empty one. Raises as `read_events`, and
+    CommandError for a choice that makes no sense for several hosts.
+    """
+
+    def read(host: str | None) -> list[Message]:
+        if latest is None:
+            return list(read_events(daemon, choice, host))
+        events: list[Message] = ask(daemon, "events", limit=latest, host=host)["events"]
+        return events
+
+    here = str(daemon.welcome["host"])
+    if not options.all:
+        return Recorded(events=read(options.host), hosts=(options.host or here,))
+    # No other command needs it.
+    from tsliced.observe.merging import merged
+
+    if choice.since:
+        text = "events have a number on each host: with --all say --since as a time"
+        raise CommandError(text, code="bad_request", status=USAGE)
+    found = {here: read(None)}
+    ahead_s: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for peer in ask(daemon, "status")["status"].get("peers") or ():
+        name = str(peer["host"])
+        ahead_s[name] = peer["clock_ahead_s"] or 0.0
+        try:
+            found[name] = read(name)
+        except (Refused, Unavailable) as error:
+            missing[name] = error.message
+            say(f"without the history of {name}: {error.message}")
+    return Recorded(events=list(merged(found, ahead_s)), hosts=tuple(found), missing=missing)
+
+
+def read_events(daemon: Connection, choice: Choice, host: str | None = None) -> Iterator[Message]:
     """Yields all events that a choice chooses and that there are now, the oldest first.
 
-    Each is ``{"seq": int, "at": float (unix seconds), "kind": str, "level": str, **facts}``.
+    `host`: of another one than the daemon's, by its link to that. Each is
+    ``{"seq": int, "at": float (unix seconds), "kind": str, "level": str, **facts}``.
     Raises DaemonUnreachable, or what the daemon answers instead.
     """
-    for events, _ in read_pages(daemon, choice):
+    for events, _ in read_pages(daemon, choice, host=host):
         yield from events
 
 
 def read_pages(
-    daemon: Connection, choice: Choice, *, follow: bool = False
+    daemon: Connection, choice: Choice, *, follow: bool = False, host: str | None = None
 ) -> Iterator[tuple[list[Message], int]]:
     """Yields the same in pages, each with the number of the first event behind it.
 
     With `follow` what happens from now on comes as notices; the pages may have the first of it too.
     """
-    fields = {
+    fields: Message = {
         "after": choice.after_unix,
         "before": choice.before_unix,
         "groups": list(choice.groups),
         "jobs": list(choice.jobs),
         "kinds": list(choice.kinds),
     }
+    if host is not None:
+        fields["host"] = host
     since, more = choice.since, True
     while more:
         page = ask(daemon, "events", since=since, limit=PAGE, follow=follow, **fields)
@@ -96,6 +151,19 @@ def add_choice_options(parser: argparse.ArgumentParser) -> None:
         type=text,
         action="append",
         help="what is about this job only: its id, UID/ID or CLUSTER/UID/ID; may be repeated",
+    )
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Declares of which hosts events are to be: the options that `read_recorded` reads."""
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--all",
+        action="store_true",
+        help="of all hosts that this one's daemon has links to, as one history",
+    )
+    whose.add_argument(
+        "--host", metavar="HOST", type=name, help="of another host, by the link to its daemon"
     )
 
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import open_daemon
 from tsliced.ctl.failures import FAILED, NOT_FOUND, USAGE, CommandError
-from tsliced.ctl.history import Choice, add_choice_options, choice_of, read_events
+from tsliced.ctl.history import (
+    Choice,
+    add_choice_options,
+    add_host_options,
+    choice_of,
+    read_recorded,
+)
 from tsliced.ctl.options import text
 
 #: The facts without which something is no event.
@@ -23,6 +29,7 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {"at": (int, float), "kind": st
 def add_recording_options(parser: argparse.ArgumentParser, default: str) -> None:
     """Declares which events to take, from where, and where the result goes."""
     add_choice_options(parser)
+    add_host_options(parser)
     parser.add_argument(
         "--history",
         metavar="FILE",
@@ -40,17 +47,20 @@ def add_recording_options(parser: argparse.ArgumentParser, default: str) -> None
 
 
 def recorded(options: argparse.Namespace) -> tuple[list[Message], str]:
-    """Returns the chosen events, the oldest first, and of which host they are, if that is known.
+    """Returns the chosen events, the oldest first, and of which hosts they are, if that is known.
 
     Raises CommandError if there are none.
     """
     choice, host = choice_of(options), ""
+    if options.history is not None and (options.all or options.host):
+        text = "--history is a file: --all and --host say whose history to ask for"
+        raise CommandError(text, code="bad_request", status=USAGE)
     if options.history is not None:
         events = [e for e in read_file(options.history) if _is_chosen(e, choice)]
     else:
         with open_daemon(options) as daemon:
-            host = str(daemon.welcome["host"])
-            events = list(read_events(daemon, choice))
+            found = read_recorded(daemon, options, choice)
+            events, host = found.events, ", ".join(found.hosts)
     if not events:
         text = "there are no such events; tslicectl events shows which there are"
         raise CommandError(text, code="not_found", status=NOT_FOUND)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tsliced.ctl.calls import open_daemon
 from tsliced.ctl.failures import DONE
-from tsliced.ctl.history import add_choice_options, choice_of, read_events
+from tsliced.ctl.history import add_choice_options, add_host_options, choice_of, read_recorded
 from tsliced.ctl.names import user_name
 from tsliced.ctl.options import Commands
 from tsliced.ctl.output import NOTHING, duration, print_json, printable, table, use_colour
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tsliced.observe.usage import Usage
 
 _DESCRIPTION = """\
-Adds up the event history of this host's daemon: for how long each job, user, Slurm account or
-group held devices, how much of that was useful (not spent on switching), how long it waited for
-its turns, and how long it was parked. What lasts on counts as far as it has lasted.
+Adds up the event history of this host's daemon, or of all hosts: for how long each job, user, Slurm
+account or group held devices, how much of that was useful (not spent on switching), how long it
+waited for its turns, and how long it was parked. What lasts on counts as far as it has lasted.
 """
 _HEADS = ("LEASES", "HELD", "USEFUL", "WAITED", "PARKED")
 
@@ -36,6 +36,7 @@ def add_commands(commands: Commands) -> None:
         description=_DESCRIPTION,
     )
     add_choice_options(parser)
+    add_host_options(parser)
     parser.add_argument(
         "--by",
         choices=("job", "user", "account", "group"),
@@ -59,15 +60,16 @@ def show_usage(options: argparse.Namespace) -> int:
     with open_daemon(options) as daemon:
         # Without a limit: what began before counts as far as it lasted on.
         whole = replace(choice, since=0, after_unix=None)
-        events = list(read_events(daemon, whole))
+        recorded = read_recorded(daemon, options, whole)
     rows = usage(
-        events,
+        recorded.events,
         options.by,
         since_unix=choice.after_unix if choice.after_unix is not None else float("-inf"),
         until_unix=until,
     )
     if options.json:
-        print_json({"by": options.by, "until_unix": until, "usage": [asdict(row) for row in rows]})
+        found = {"by": options.by, "until_unix": until, "usage": [asdict(row) for row in rows]}
+        print_json({**found, "missing": dict(recorded.missing)})
     elif options.csv:
         _print_csv(rows)
     else:

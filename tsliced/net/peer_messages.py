@@ -38,8 +38,10 @@ from tsliced.config import LOCAL
 PEER_VERSION: Final = (1, 1)
 #: Sides that both have it say what their cores have to tell each other.
 JOBS: Final = "jobs"
+#: A side that has it is asked for its event history.
+EVENTS: Final = "events"
 #: What this side understands beyond the version.
-FEATURES: Final = ("status", JOBS)
+FEATURES: Final = ("status", JOBS, EVENTS)
 TAG_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 #: A frame of a side that has not proved yet who it is.
@@ -152,10 +154,11 @@ class Pong:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A question about the host; `what` is "status"."""
+    """A question about the host; `what` is "status" or "events", `query` what of the latter."""
 
     id: int
     what: str
+    query: Message | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +345,13 @@ def _parse_hello(message: Message) -> Hello:
     )
 
 
+def _parse_ask(message: Message) -> Ask:
+    query = message.get("query")
+    if not isinstance(query, dict | None):
+        refuse_field(message, "query", "must be a map")
+    return Ask(id=id_field(message), what=name_field(message, "what"), query=query)
+
+
 def _parse_answer(message: Message) -> Answer:
     body = message.get("body")
     error = optional_text_field(message, "error")
@@ -381,7 +391,7 @@ _PARSERS: Final[dict[str, Callable[[Message], PeerMessage]]] = {
     "pong": lambda message: Pong(
         seq=int_field(message, "seq", 0, MAX_ID), at_unix=number_field(message, "at_unix", 0, 1e12)
     ),
-    "ask": lambda message: Ask(id=id_field(message), what=name_field(message, "what")),
+    "ask": _parse_ask,
     "answer": _parse_answer,
     "say": _parse_say,
     "bye": lambda _message: Bye(),

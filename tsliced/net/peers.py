@@ -17,17 +17,21 @@ from itertools import count
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol
 
-from libtimeslice.protocol import Message
+from libtimeslice.errors import ProtocolError
+from libtimeslice.protocol import EventsQuery, Message, parse_untrusted
 from tsliced.config import PeerAddress
 from tsliced.core.actions import Send
 from tsliced.core.events import PeerConnected, PeerDisconnected, PeerEvent, PeerLost, PeerSaid
 from tsliced.core.model import HostName
 from tsliced.core.value import maker
+from tsliced.host.history import Page
 from tsliced.net import peer_codec
+from tsliced.net.histories import Refuse, SendPage
 from tsliced.net.listening import ListenError
 from tsliced.net.peer_link import Identity, dial, receive_link
 from tsliced.net.peer_liveness import Liveness, PeerState
 from tsliced.net.peer_messages import (
+    EVENTS,
     JOBS,
     Answer,
     Ask,
@@ -53,6 +57,8 @@ MAX_REFUSALS: Final = 256
 ACCEPT_PAUSE_S: Final = 0.5
 
 _make_said = maker(PeerSaid)
+#: What of a client's request for events the other host gets.
+_PASSED_ON: Final = ("since", "limit", "after", "before", "groups", "jobs", "kinds")
 
 
 class Unanswered(NamedTuple):
@@ -90,6 +96,8 @@ class _Peer:
     refusal: str = ""
     refused_at: float = 0.0
     questions: dict[int, _Question] = field(default_factory=dict)
+    #: Questions of its that are being answered.
+    answering: int = 0
     #: When pings went out that are not answered yet, monotonic and Unix time.
     pings: dict[int, tuple[float, float]] = field(default_factory=dict)
     rtt_s: float | None = None
@@ -108,6 +116,7 @@ class Peers:
         post: Callable[[PeerEvent], object],
         note: NoteWriter,
         status: Callable[[], Message],
+        events: Callable[[EventsQuery, SendPage, Refuse], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -116,6 +125,7 @@ class Peers:
         self._note = note
         self._encoder = peer_codec.Encoder()
         self._status = status
+        self._events = events
         self._clock = clock
         self._random = Random()
         self._numbers = count(1)
@@ -307,7 +317,7 @@ class Peers:
             case Pong():
                 self._on_pong(peer, message)
             case Ask():
-                self._answer(link, message)
+                self._answer(peer, link, message)
             case Answer():
                 answer = message.body
                 if answer is None:
@@ -323,14 +333,43 @@ class Peers:
                 raise PeerRefused("bad_message", f"{type(message).__name__} came out of turn")
         return True
 
-    def _answer(self, link: Link, ask: Ask) -> None:
-        if ask.what != "status":
-            link.send(Answer(id=ask.id, error=f"this host knows nothing of {ask.what!r:.80}"))
+    def _answer(self, peer: _Peer, link: Link, ask: Ask) -> None:
+        match ask.what:
+            case "status":
+                try:
+                    link.send(Answer(id=ask.id, body=self._status()))
+                except PeerRefused as exc:
+                    link.send(Answer(id=ask.id, error=str(exc)))
+            case "events":
+                self._answer_events(peer, link, ask)
+            case what:
+                link.send(Answer(id=ask.id, error=f"this host knows nothing of {what!r:.80}"))
+
+    def _answer_events(self, peer: _Peer, link: Link, ask: Ask) -> None:
+        def send(page: Page) -> bool:
+            try:
+                link.send(Answer(id=ask.id, body=page._asdict()))
+            except PeerRefused:
+                return False
+            peer.answering -= 1
+            return True
+
+        def refuse(_code: str, text: str) -> None:
+            peer.answering -= 1
+            link.send(Answer(id=ask.id, error=text))
+
+        peer.answering += 1
+        # Each may read the disk.
+        if peer.answering > self._settings.max_asks:
+            refuse("would_exceed_limit", f"{peer.answering} questions wait for an answer")
             return
         try:
-            link.send(Answer(id=ask.id, body=self._status()))
-        except PeerRefused as exc:
-            link.send(Answer(id=ask.id, error=str(exc)))
+            query = parse_untrusted({**(ask.query or {}), "t": "events", "id": ask.id})
+        except ProtocolError as exc:
+            refuse("bad_request", str(exc))
+            return
+        assert isinstance(query, EventsQuery), "by its `t`"
+        self._events(query, send, refuse)
 
     def _on_pong(self, peer: _Peer, pong: Pong) -> None:
         sent = peer.pings.pop(pong.seq, None)
@@ -470,12 +509,24 @@ class Peers:
 
     def ask_status(self, host: str, answered: Answered) -> None:
         """Ask a host for its status; `answered` is called exactly once, perhaps at once."""
+        self._ask(host, "status", answered)
+
+    def ask_events(self, host: str, query: EventsQuery, answered: Answered) -> None:
+        """Ask a host for a page of its history, as `ask_status` does; it has its own limits."""
+        chosen = {field: getattr(query, field) for field in _PASSED_ON}
+        self._ask(host, EVENTS, answered, {k: v for k, v in chosen.items() if v is not None})
+
+    def _ask(self, host: str, what: str, answered: Answered, query: Message | None = None) -> None:
         peer = self._peers.get(HostName(host))
         if peer is None:
             known = ", ".join(sorted(self._peers)) or "none"
             answered(Unanswered("not_found", f"there is no link to {host!r}; there are: {known}"))
         elif peer.link is None or peer.liveness.state is not PeerState.CONNECTED:
             answered(self._absence(peer))
+        elif peer.hello is None or what not in peer.hello.features:
+            release = peer.hello.release if peer.hello is not None else "an unknown version"
+            text = f"{host} runs {release}, which does not tell of its {what}; update it"
+            answered(Unanswered("unavailable", text))
         elif len(peer.questions) >= self._settings.max_asks:
             text = f"{len(peer.questions)} questions to {host} wait for an answer: peers.max_asks"
             answered(Unanswered("would_exceed_limit", text))
@@ -485,7 +536,7 @@ class Peers:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(limit_s, self._settle, peer, ask, late)
             peer.questions[ask] = _Question(answered, timer)
-            peer.link.send(Ask(id=ask, what="status"))
+            peer.link.send(Ask(id=ask, what=what, query=query))
 
     def _settle(self, peer: _Peer, ask: int, answer: Message | Unanswered) -> None:
         question = peer.questions.pop(ask, None)

@@ -25,6 +25,9 @@ from tsliced.host.history import Fact
 #: As `tsliced.host.history.Event`, for readers.
 Event: TypeAlias = Mapping[str, Fact]
 
+#: Of a round: of which host it is, where a history is of several, and its number there.
+Token: TypeAlias = tuple[Fact, int]
+
 #: Upper bounds in seconds, of waits and holds ...
 LONG_BOUNDS: Final = (
     0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
@@ -138,7 +141,7 @@ class _Round:
     groups: tuple[str, ...]
     phase: str
     granted_at: float
-    leases: set[str]
+    leases: set[tuple[Fact, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +169,10 @@ class Accounts:
         self.reclaims: Counter[str] = Counter()
         #: Leases that waited and were not granted, by cause.
         self.not_granted: Counter[str] = Counter()
-        self._open: dict[int, _Round] = {}
-        self._round_of: dict[str, int] = {}
-        self._latest_at = float("-inf")
+        self._open: dict[Token, _Round] = {}
+        self._round_of: dict[tuple[Fact, str], Token] = {}
+        #: By origin.
+        self._latest_at: dict[Fact, float] = {}
         move = self._on_move
         self._counters: dict[str, Callable[[Event], None]] = {
             "held": self._on_held,
@@ -203,7 +207,8 @@ class Accounts:
             self.warnings[kind] += 1
         if kind == "started":
             self._on_started(facts)
-        self._latest_at = at_unix
+        # (Jobs may tell of anything by that name.)
+        self._latest_at[facts.get("origin") if kind != "progress" else None] = at_unix
         if kind == "granted":
             self._on_granted(at_unix, facts)
         elif kind == "released":
@@ -217,12 +222,13 @@ class Accounts:
 
     def _on_started(self, event: Event) -> None:
         """Know that a daemon which remembers no lease has begun: they ended with its machine."""
+        origin = event.get("origin")
         if not event.get("leases"):
-            for token in list(self._open):
-                self._close(token, self._latest_at)
+            for token in [token for token in self._open if token[0] == origin]:
+                self._close(token, self._latest_at[origin])
 
     def _on_granted(self, at: float, event: Event) -> None:
-        token, lease = int(number(event, "token")), str(event["lease"])
+        token, lease = token_of(event), lease_of(event)
         granted_at = at - number(event, "held_s")
         groups, job = groups_of(event), str(event["job"])
         is_new = granted_at >= self.since_unix
@@ -248,7 +254,7 @@ class Accounts:
         self._round_of[lease] = token
 
     def _on_released(self, at: float, event: Event) -> None:
-        lease = str(event["lease"])
+        lease = lease_of(event)
         cause = str(event.get("cause") or "released")
         if cause != "released" and at >= self.since_unix:
             self.reclaims[cause] += 1
@@ -271,7 +277,7 @@ class Accounts:
                 owner.useful_s += useful_s
                 owner.holds.add(held_s)
 
-    def _close(self, token: int, at: float | None) -> None:
+    def _close(self, token: Token, at: float | None) -> None:
         round_ = self._open.pop(token)
         for lease in round_.leases:
             self._round_of.pop(lease, None)
@@ -394,6 +400,16 @@ def groups_of(event: Event) -> tuple[str, ...]:
     """Return the names of the groups that an event is about."""
     groups = event.get("groups")
     return tuple(groups.split(",")) if isinstance(groups, str) and groups else ()
+
+
+def token_of(event: Event) -> Token:
+    """Return what the events of one round have in common."""
+    return event.get("origin"), int(number(event, "token"))
+
+
+def lease_of(event: Event) -> tuple[Fact, str]:
+    """Return what the events of one lease have in common."""
+    return event.get("origin"), str(event["lease"])
 
 
 def number(event: Event, name: str) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tsliced.host.history import Fact
-from tsliced.observe.accounts import MOVING, Event, groups_of, number
+from tsliced.observe.accounts import MOVING, Event, Token, groups_of, lease_of, number, token_of
 
 #: Facts of every event, which are no figures of a job's own.
 _COMMON = frozenset({"seq", "at", "kind", "level", "job"})
@@ -19,6 +19,7 @@ _COMMON = frozenset({"seq", "at", "kind", "level", "job"})
 STEPS = ("freeze", "snapshot", "restore", "thaw")
 
 Kind = TypeVar("Kind", bound="Interval")
+Key = TypeVar("Key", bound="tuple[Fact, ...]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def read(
 @dataclass(slots=True, kw_only=True)
 class _Open:
     hold: Hold
-    leases: set[str]
+    leases: set[tuple[Fact, str]]
 
 
 class _Reader:
@@ -171,13 +172,14 @@ class _Reader:
     def __init__(self) -> None:
         self.first_at = float("inf")
         self.last_at = float("-inf")
+        self._latest_of: dict[Fact, float] = {}
         self._line = Timeline(begin=0.0, end=0.0)
-        self._held: dict[int, _Open] = {}
-        self._token_of: dict[str, int] = {}
+        self._held: dict[Token, _Open] = {}
+        self._token_of: dict[tuple[Fact, str], Token] = {}
         #: By lease: who waits for it, and since when.
-        self._waiting: dict[str, Wait] = {}
-        #: By job, process and name: since when a phase goes on.
-        self._phases: dict[tuple[str, Fact, str], float] = {}
+        self._waiting: dict[tuple[Fact, str], Wait] = {}
+        #: By origin, job, process and name: since when a phase goes on.
+        self._phases: dict[tuple[Fact, str, Fact, str], float] = {}
         #: By rank: when its latest operation ended.
         self._done_at: dict[str, float] = {}
 
@@ -186,18 +188,21 @@ class _Reader:
         at = number(event, "at")
         if event["kind"] == "started" and not event.get("leases"):
             # It remembers no lease, so they ended with its machine.
-            self._end_all(self.last_at)
+            origin = event.get("origin")
+            self._end_all(self._latest_of.get(origin, at), origin)
         self.first_at, self.last_at = min(self.first_at, at), max(self.last_at, at)
+        # (Jobs may tell of anything by that name.)
+        self._latest_of[event.get("origin") if event["kind"] != "progress" else None] = at
         match event["kind"]:
             case "queued":
                 wait = Wait(job=_job(event), groups=groups_of(event), begin=at, end=at)
-                self._waiting.setdefault(str(event["lease"]), wait)
+                self._waiting.setdefault(lease_of(event), wait)
             case "granted":
                 self._on_granted(event, at)
             case "released":
                 self._on_released(event, at)
             case "not_granted":
-                if (over := self._waiting.pop(str(event["lease"]), None)) is not None:
+                if (over := self._waiting.pop(lease_of(event), None)) is not None:
                     self._line.waits.append(replace(over, end=at))
             case "held":
                 self._on_held(event, at)
@@ -219,19 +224,18 @@ class _Reader:
             case _:
                 pass
 
-    def _end_all(self, end: float) -> None:
-        """End what is not over."""
+    def _end_all(self, end: float, origin: Fact = None) -> None:
+        """End what is not over, on all hosts or on one."""
         line = self._line
-        line.holds += [replace(each.hold, end=end) for each in self._held.values()]
-        line.waits += [replace(wait, end=end) for wait in self._waiting.values()]
-        line.phases += [
-            HostPhase(job=job, name=name, begin=at, end=end)
-            for (job, _, name), at in self._phases.items()
-        ]
-        self._held.clear()
-        self._token_of.clear()
-        self._waiting.clear()
-        self._phases.clear()
+        for token in _of(self._held, origin):
+            line.holds.append(replace(self._held.pop(token).hold, end=end))
+        for lease in _of(self._waiting, origin):
+            line.waits.append(replace(self._waiting.pop(lease), end=end))
+        for key in _of(self._phases, origin):
+            phase = HostPhase(job=key[1], name=key[3], begin=self._phases.pop(key), end=end)
+            line.phases.append(phase)
+        for lease in _of(self._token_of, origin):
+            del self._token_of[lease]
 
     @property
     def begin(self) -> float:
@@ -261,7 +265,7 @@ class _Reader:
     # --- leases -------------------------------------------------------------------------------
 
     def _on_granted(self, event: Event, at: float) -> None:
-        lease, token = str(event["lease"]), int(number(event, "token"))
+        lease, token = lease_of(event), token_of(event)
         began_at = at - number(event, "held_s")
         waited_s = number(event, "waited_s")
         self._waiting.pop(lease, None)
@@ -288,7 +292,7 @@ class _Reader:
         self._token_of[lease] = token
 
     def _on_released(self, event: Event, at: float) -> None:
-        lease = str(event["lease"])
+        lease = lease_of(event)
         token = self._token_of.pop(lease, None)
         if token is None:
             # Its beginning is not among the events.
@@ -356,7 +360,7 @@ class _Reader:
     # --- what jobs tell -----------------------------------------------------------------------
 
     def _on_phase(self, event: Event, at: float) -> None:
-        key = (_job(event), event.get("pid"), str(event["name"]))
+        key = (event.get("origin"), _job(event), event.get("pid"), str(event["name"]))
         if event.get("begin"):
             self._phases[key] = at
             return
@@ -364,7 +368,7 @@ class _Reader:
         seconds, times = number(event, "seconds"), max(1, int(number(event, "times")))
         begin = began_at if began_at is not None and times == 1 else at - seconds
         self._line.phases.append(
-            HostPhase(job=key[0], name=key[2], begin=begin, end=at, times=times)
+            HostPhase(job=key[1], name=key[3], begin=begin, end=at, times=times)
         )
 
     def _on_progress(self, event: Event, at: float) -> None:
@@ -396,6 +400,11 @@ def gaps(holds: Iterable[Hold], waits: Iterable[Wait]) -> Iterator[tuple[float, 
         if until is not None and begin > until:
             yield until, begin
         until = end if until is None else max(until, end)
+
+
+def _of(known: Iterable[Key], origin: Fact) -> list[Key]:
+    """Return those keys that begin with an origin; with None, all."""
+    return [key for key in known if origin is None or key[0] == origin]
 
 
 def _within(found: list[Kind], begin: float, end: float) -> list[Kind]:

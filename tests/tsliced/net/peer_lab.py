@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libtimeslice.protocol import Message
+from libtimeslice.protocol import EventsQuery, Message
 from tsliced.config import PeerAddress, PeerSettings
 from tsliced.core.events import PeerEvent
 from tsliced.core.model import HostName
+from tsliced.net.histories import Refuse, SendPage
 from tsliced.net.peer_auth import Credentials, Exchange
 from tsliced.net.peer_link import Identity
 from tsliced.net.peer_messages import (
@@ -47,6 +48,10 @@ N1, N2 = HostName("n1"), HostName("n2")
 Run = Callable[[Awaitable[None]], None]
 
 
+def _no_history(_query: EventsQuery, _send: SendPage, refuse: Refuse) -> None:
+    refuse("unavailable", "nothing is recorded")
+
+
 @dataclass
 class Side:
     """One daemon's links, and what it told of them."""
@@ -55,6 +60,8 @@ class Side:
     settings: PeerSettings = SETTINGS
     credentials: Credentials = field(default=Credentials(auth="psk", secret=SECRET))
     status: Callable[[], Message] = dict
+    #: Answers other hosts' questions about its history.
+    history: Callable[[EventsQuery, SendPage, Refuse], object] = _no_history
     features: tuple[str, ...] = FEATURES
     notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     events: list[PeerEvent] = field(default_factory=list)
@@ -91,6 +98,7 @@ class Side:
             post=self.post or self.events.append,
             note=self.note,
             status=self.status,
+            events=self.history,
         )
         listener = listen_for_peers(PeerAddress("127.0.0.1", 0))
         task = asyncio.create_task(peers.run(listener))
@@ -117,6 +125,15 @@ def state(peers: Peers) -> str:
 async def ask(peers: Peers, host: str) -> Message | Unanswered:
     answer: asyncio.Future[Message | Unanswered] = asyncio.get_running_loop().create_future()
     peers.ask_status(host, answer.set_result)
+    return await answer
+
+
+async def ask_events(peers: Peers, host: str, **query: Any) -> Message | Unanswered:
+    answer: asyncio.Future[Message | Unanswered] = asyncio.get_running_loop().create_future()
+    wanted = EventsQuery(
+        **{"id": 1, "since": None, "follow": False, "limit": 10, "host": host, **query}
+    )
+    peers.ask_events(host, wanted, answer.set_result)
     return await answer
 
 

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 from in_process import until
-from peer_lab import N1, N2, NOBODY, SETTINGS, Raw, Run, Side, ask, state, stranger
+from peer_lab import N1, N2, NOBODY, SETTINGS, Raw, Run, Side, ask, ask_events, state, stranger
 
-from libtimeslice.protocol import Message
+from libtimeslice.protocol import EventsQuery, Message
 from tsliced.config import PeerAddress
+from tsliced.host.history import Event, Page
+from tsliced.net.histories import Refuse, SendPage
 from tsliced.net.listening import ListenError
 from tsliced.net.peer_auth import Credentials
 from tsliced.net.peer_messages import (
@@ -341,6 +343,80 @@ def test_a_question_of_a_later_version_is_answered_with_an_error(run: Run) -> No
                 pass
             assert (message.id, message.body) == (5, None)
             assert message.error == "this host knows nothing of 'weather'"
+
+    run(story())
+
+
+def test_a_host_tells_of_its_history_in_pages_that_fit(run: Run) -> None:
+    async def story() -> None:
+        asked: list[EventsQuery] = []
+
+        def history(query: EventsQuery, send: SendPage, _refuse: Refuse) -> None:
+            asked.append(query)
+            events: list[Event] = [{"seq": seq, "text": "y" * 300_000} for seq in range(1, 9)]
+            assert not send(Page(events, 9))
+            assert send(Page(events[:2], 3, more=True))
+
+        one, two = Side(N1), Side(N2, history=history)
+        async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: state(peers) == "connected", "a link")
+            jobs = ("7/a", "7/b")
+            page = await ask_events(peers, "n2", since=0, jobs=jobs, before=5.0)
+            assert isinstance(page, dict)
+            assert [event["seq"] for event in page["events"]] == [1, 2]
+            assert (page["next"], page["more"]) == (3, True)
+            (query,) = asked
+            assert (query.since, query.limit, query.jobs, query.before) == (0, 10, jobs, 5.0)
+            assert query.host is None, "it is asked itself"
+            unknown = await ask_events(peers, "n9")
+            assert isinstance(unknown, Unanswered)
+            assert unknown.code == "not_found"
+
+    run(story())
+
+
+def test_a_host_that_does_not_know_of_histories_is_not_asked_for_one(run: Run) -> None:
+    async def story() -> None:
+        one, two = Side(N1), Side(N2, features=("status", "jobs"))
+        async with two.serve(n1=NOBODY) as (_, address), one.serve(n2=address) as (peers, _):
+            await until(lambda: state(peers) == "connected", "a link")
+            answer = await ask_events(peers, "n2")
+            assert isinstance(answer, Unanswered)
+            assert answer == (
+                "unavailable",
+                "n2 runs 0, which does not tell of its events; update it",
+            )
+
+    run(story())
+
+
+def test_questions_about_a_history_are_checked_and_have_a_limit(run: Run) -> None:
+    async def story() -> None:
+        waiting: list[Refuse] = []
+
+        def history(_query: EventsQuery, _send: SendPage, refuse: Refuse) -> None:
+            waiting.append(refuse)
+
+        side = Side(N2, settings=replace(SETTINGS, max_asks=2), history=history)
+        async with side.serve(n1=NOBODY) as (_, address), stranger(address) as raw:
+
+            async def answered(ask: int) -> str | None:
+                while not isinstance(message := await raw.receive(), Answer):
+                    pass
+                assert (message.id, message.body) == (ask, None)
+                return message.error
+
+            await raw.greet()
+            raw.send(Side(N1).hello(N2))
+            raw.send(Ask(id=1, what="events", query={"limit": "many"}))
+            assert "limit" in str(await answered(1))
+            for number in (2, 3, 4):
+                raw.send(Ask(id=number, what="events"))
+            assert await answered(4) == "3 questions wait for an answer"
+            waiting.pop(0)("unavailable", "the disk is gone")
+            assert await answered(2) == "the disk is gone"
+            raw.send(Ask(id=5, what="events"))
+            await until(lambda: len(waiting) == 2, "there is room again")
 
     run(story())
 
