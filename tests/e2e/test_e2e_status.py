@@ -47,11 +47,16 @@ def test_who_holds_since_when_who_waits_what_is_parked_where_and_what_is_wrong(h
     assert waiting[2:4] == [user, "waiter"]
     assert waiting[5] == "training"
     parked = next(line for line in lines if line.startswith(f"{user} parked "))
-    assert parked.split()[2:5] == ["parked", "g1", "1"]
+    assert parked.split()[2:6] == ["parked", "-", "g1", "1"]
     words = parked.split()
     assert words[words.index("MiB") - 1].startswith("2"), "how much is in host memory"
     wrong = lines[lines.index("LOOK AT THIS") + 1 :]
-    assert any("pinned" in line and "tslicectl retry" in line for line in wrong), wrong
+    place = next(n for n, line in enumerate(wrong) if line.startswith("pinned is pinned: "))
+    assert "for the process" in wrong[place]
+    assert wrong[place + 1].startswith("way out: mend that; then try again (tslicectl retry "), (
+        wrong
+    )
+    assert "g2 is switching: because of pinned, see there" in wrong, "it is said once"
 
     top = shown(host, "top", "--once")
     assert any("holder (" in line and "held" in line for line in top)

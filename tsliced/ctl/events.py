@@ -167,18 +167,25 @@ def _print_line(event: Message) -> None:
     print(styled(text, style, colour=use_colour(sys.stdout)) if style else text, flush=True)
 
 
-def event_line(event: Message) -> str:
-    """Returns one event as a line: its number, local time, kind, job and facts as key=value."""
+def event_line(event: Message, *, short: bool = False) -> str:
+    """Returns one event as a line: its number, local time, kind, job and facts as key=value.
+
+    `short`: without the number, and with the job's id for its name.
+    """
     parts = [f"{event['seq']:>6}", clock(event["at"]), f"{event['kind']:<16}"]
     if event.get("origin") and event["kind"] != "progress":
         parts.append(f"on={event['origin']}")
     if event.get("job"):
-        parts.append(f"job={job_text(event['job'])}")
+        job = job_text(event["job"])
+        parts.append(f"job={job}" if not short else job.rpartition("/")[2])
     parts += [
         f"{name}={_fact_text(name, value)}"
         for name, value in event.items()
         if name not in _NOT_FACTS and value is not None
     ]
+    if short:
+        # To the second, and for the kind no more room than it takes.
+        return " ".join([parts[1][:8], event["kind"], *parts[3:]])
     return "  ".join(parts[:2]) + "  " + " ".join(parts[2:])
 
 

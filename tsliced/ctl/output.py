@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TextIO
@@ -48,14 +50,18 @@ def table(
     *,
     right: Iterable[str] = (),
     colour: bool = False,
+    width: int | None = None,
 ) -> list[str]:
     """Returns the lines of a plain table whose columns are two spaces apart.
 
-    Columns named in ``right`` are aligned to the right. With ``colour`` the header is bold; cells
-    are never coloured, so that their width is their length.
+    If it would be wider than ``width`` they are one space apart. Columns named in ``right`` are
+    aligned to the right. With ``colour`` the header is bold; cells are never coloured, so that
+    their width is their length.
     """
     body = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
+    wide = sum(widths) + 2 * (len(widths) - 1)
+    gap = "  " if width is None or wide <= width else " "
     flush_right = [name in set(right) for name in header]
 
     def line(cells: Sequence[str]) -> str:
@@ -63,9 +69,39 @@ def table(
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(cells, widths, flush_right, strict=True)
         ]
-        return "  ".join(padded).rstrip()
+        return gap.join(padded).rstrip()
 
     return [styled(line(header), "bold", colour=colour), *(line(row) for row in body)]
+
+
+def screen_width() -> int | None:
+    """Returns how many characters a line of standard output has room for; None: for any number.
+
+    ``COLUMNS`` counts for a pipe too.
+    """
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return max(40, shutil.get_terminal_size().columns)
+    return None
+
+
+def folded(text: str, width: int | None, indent: str = "") -> list[str]:
+    """Returns a sentence as lines of at most ``width``, those behind the first one indented."""
+    if width is None or len(indent) + len(text) <= width:
+        return [indent + text]
+    # What is to be typed or looked up must not be taken apart.
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def counted(count: int, what: str) -> str:
+    """Returns a number of things: ``1 session``, ``2 sessions``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def duration(seconds: float | None) -> str:

@@ -15,15 +15,20 @@ from tsliced.ctl.options import Commands, text
 from tsliced.ctl.output import (
     NOTHING,
     duration,
+    folded,
     print_json,
     printable,
+    screen_width,
     size,
     styled,
     table,
     use_colour,
 )
 from tsliced.ctl.qualify import qualification_lines
-from tsliced.ctl.status import host_reason, host_state, problem_lines, rank_lines
+from tsliced.ctl.status import host_reason, host_state, problem_lines, rank_lines, state_of_job
+
+#: How a line in red begins and ends.
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 
 _KINDS = ("job", "group", "device", "session", "lease", "host")
 
@@ -51,12 +56,13 @@ def show_one(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"shown": shown})
     else:
-        print("\n".join(shown_lines(shown, colour=use_colour(sys.stdout))))
+        colour, width = use_colour(sys.stdout), screen_width()
+        print("\n".join(shown_lines(shown, colour=colour, width=width)))
     return DONE
 
 
-def shown_lines(shown: Message, *, colour: bool = False) -> list[str]:
-    """Returns the page about one thing, without line ends."""
+def shown_lines(shown: Message, *, colour: bool = False, width: int | None = None) -> list[str]:
+    """Returns the page about one thing, without line ends; `width`: what a line may have."""
     pages: Mapping[str, Callable[..., list[str]]] = {
         "job": _job_page,
         "group": _group_page,
@@ -65,14 +71,25 @@ def shown_lines(shown: Message, *, colour: bool = False) -> list[str]:
         "lease": _lease_page,
         "host": _host_page,
     }
-    return pages[shown["kind"]](shown, colour=colour)
+    lines = pages[shown["kind"]](shown, colour=colour)
+    return [part for line in lines for part in _folded(line, width)]
+
+
+def _folded(line: str, width: int | None) -> list[str]:
+    """Folds a sentence; what has columns, which are two spaces apart, is left as it is."""
+    text = line.lstrip()
+    bare = text.removeprefix(_RED).removesuffix(_PLAIN)
+    if "  " in bare:
+        return [line]
+    parts = folded(bare, width, line[: len(line) - len(text)])
+    return parts if bare == text else [styled(part, "red", colour=True) for part in parts]
 
 
 def _job_page(job: Message, *, colour: bool) -> list[str]:
     lines = _facts(
         ("job", printable(job["name"])),
         ("user", user_name(job["job"]["uid"])),
-        ("state", job["state"]),
+        ("state", state_of_job(job)),
         ("ranks", str(job["ranks"])),
         ("on devices", size(job["device_bytes"])),
         ("parked", size(job["parked_bytes"])),
@@ -112,7 +129,8 @@ def _group_page(group: Message, *, colour: bool) -> list[str]:
     lines = _facts(
         ("group", group["name"]),
         ("state", group["state"]),
-        ("reason", printable(group["reason"] or NOTHING)),
+        # What it stands still for is said below, with the way out.
+        ("reason", NOTHING if group["standstills"] else printable(group["reason"] or NOTHING)),
         # A daemon of version 1.0 knows no other hosts.
         ("hosts", ", ".join(group.get("hosts", ())) or NOTHING),
         ("arbiter", group.get("arbiter", NOTHING)),

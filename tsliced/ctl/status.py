@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from libtimeslice.connection import Connection
 from libtimeslice.errors import Refused, Unavailable
@@ -16,10 +17,12 @@ from tsliced.ctl.names import devices_text, job_text, move_text, user_name
 from tsliced.ctl.options import Commands, name, positive_seconds
 from tsliced.ctl.output import (
     NOTHING,
+    counted,
     duration,
+    folded,
     print_json,
     printable,
-    rate,
+    screen_width,
     size,
     styled,
     table,
@@ -36,6 +39,7 @@ _STYLE_OF_STATE = {
     "held": "green",
     "switching": "yellow",
     "blocked": "red",
+    "pinned": "red",
     "faulted": "red",
     "lost": "red",
     "dead": "red",
@@ -78,9 +82,10 @@ def show_status(options: argparse.Namespace) -> int:
                 colour = use_colour(sys.stdout)
                 if watch and sys.stdout.isatty():
                     print(_CLEAR, end="")
-                lines = status_lines(status, colour=colour)
+                width = screen_width()
+                lines = status_lines(status, colour=colour, width=width)
                 for other in others:
-                    lines += other_lines(other, colour=colour)
+                    lines += other_lines(other, colour=colour, width=width)
                 print("\n".join(lines), flush=True)
             if watch is None:
                 return DONE
@@ -100,14 +105,15 @@ def _ask_others(daemon: Connection, status: Message) -> list[Message]:
     return found
 
 
-def other_lines(other: Message, *, colour: bool = False) -> list[str]:
+def other_lines(other: Message, *, colour: bool = False, width: int | None = None) -> list[str]:
     """Returns the screen of another host, or the line that says why there is none."""
     status: Message | None = other["status"]
     if status is not None:
-        return ["", "", *status_lines({**status, "peers": []}, colour=colour)]
+        return ["", "", *status_lines({**status, "peers": []}, colour=colour, width=width)]
     since, state = duration(other["since_s"]), host_state(other)
     text = f"{other['host']} is {state} for {since}: {printable(host_reason(other) or '-')}"
-    return ["", "", styled(text, _STYLE_OF_STATE.get(state, "yellow"), colour=colour)]
+    style = _STYLE_OF_STATE.get(state, "yellow")
+    return ["", "", *(styled(line, style, colour=colour) for line in folded(text, width))]
 
 
 def host_state(other: Message) -> str:
@@ -131,53 +137,83 @@ def show_ranks(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"ranks": ranks})
     else:
-        print("\n".join(rank_lines(ranks, colour=use_colour(sys.stdout))))
+        colour, width = use_colour(sys.stdout), screen_width()
+        print("\n".join(rank_lines(ranks, colour=colour, width=width)))
     return DONE
 
 
-def status_lines(status: Message, *, colour: bool = False) -> list[str]:
-    """Returns the screen of `tslicectl status`, without line ends."""
+def status_lines(status: Message, *, colour: bool = False, width: int | None = None) -> list[str]:
+    """Returns the screen of `tslicectl status`, without line ends; `width`: what a line may have.
+
+    Tables may be wider, should names be long.
+    """
     groups: list[Message] = status["groups"]
-    lines = [_daemon_line(status), ""]
+    lines = [*_daemon_lines(status, width), ""]
     header = ["GROUP", "STATE", "USER", "JOB", "SINCE", "PHASE"]
-    header += ["WAITING", "DEVICES", "MEMORY", "BUSY"]
+    header += ["WAITING", "DEV", "MEMORY", "BUSY"]
     rows = [_group_row(group) for group in groups]
     # Groups of other hosts too: a daemon of version 1.0 has none.
     if any(group.get("hosts", [status["host"]]) != [status["host"]] for group in groups):
         header.append("HOSTS")
         rows = [[*row, _hosts_text(group)] for row, group in zip(rows, groups, strict=True)]
-    lines += table(header, rows, right=["SINCE", "WAITING", "BUSY"], colour=colour)
+    right = ["SINCE", "WAITING", "BUSY"]
+    lines += table(header, rows, right=right, colour=colour, width=width)
     for group in groups:
         if move := group.get("move"):
-            lines.append(styled(f"{group['name']}: {move_text(move)}", "yellow", colour=colour))
+            text = f"{group['name']}: {move_text(move)}"
+            lines += [styled(line, "yellow", colour=colour) for line in folded(text, width)]
     lines += _queue_lines(groups, colour=colour)
-    lines += _job_lines(status["jobs"], colour=colour)
+    lines += _job_lines(status["jobs"], colour=colour, width=width)
     lines += _peer_lines(status.get("peers") or (), colour=colour)
-    return lines + _trouble_lines(status, colour=colour)
+    return lines + _trouble_lines(status, colour=colour, width=width)
 
 
-def troubles(status: Message) -> list[tuple[str, str]]:
-    """Returns all that is wrong, or stands still, and how to leave it; with the style of each."""
+def state_of_job(job: Message) -> str:
+    """Returns where a job stands, in a word."""
+    # A daemon of version 1.0 calls all that faulted.
+    state: str = job.get("standstill") or job["state"]
+    return state
+
+
+class Trouble(NamedTuple):
+    """Something that is wrong, or stands still, and how to leave it, if that is known apart."""
+
+    text: str
+    style: str
+    way_out: str = ""
+
+
+def troubles(status: Message) -> list[Trouble]:
+    """Returns all that is wrong, or stands still."""
     groups, jobs = status["groups"], status["jobs"]
     devices = [device for group in groups for device in group["devices"]]
-    found = [(text, "yellow") for text in problem_lines(devices)]
+    found = [Trouble(text, "yellow") for text in problem_lines(devices)]
     for group in groups:
-        if group.get("reason"):
-            text = f"{group['name']} is {group['state']}: {printable(group['reason'])}"
-            found.append((text, _STYLE_OF_STATE.get(group["state"], "bold")))
+        if reason := group.get("reason"):
+            # What a group stands still for is said once, with the job that it is about.
+            causes = [job_text(job["job"]) for job in jobs if reason in (job.get("reason") or "")]
+            why = f"because of {', '.join(causes)}, see there" if causes else printable(reason)
+            text = f"{group['name']} is {group['state']}: {why}"
+            found.append(Trouble(text, _STYLE_OF_STATE.get(group["state"], "bold")))
     for job in jobs:
-        if job.get("reason"):
-            text = f"{job_text(job['job'])} is {job['state']}: {printable(job['reason'])}"
-            found.append((text, _STYLE_OF_STATE.get(job["state"], "bold")))
+        if reason := job.get("reason"):
+            state, way_out = state_of_job(job), job.get("way_out") or ""
+            reason = printable(reason.removesuffix(f"; {way_out}"))
+            text = f"{job_text(job['job'])} is {state}: {reason}"
+            style = _STYLE_OF_STATE.get(state, "bold")
+            found.append(Trouble(text, style, printable(way_out)))
     return found
 
 
-def _trouble_lines(status: Message, *, colour: bool) -> list[str]:
+def _trouble_lines(status: Message, *, colour: bool, width: int | None) -> list[str]:
     found = troubles(status)
     if not found:
         return []
-    head = styled("LOOK AT THIS", "bold", colour=colour)
-    return ["", head, *(styled(text, style, colour=colour) for text, style in found)]
+    lines = ["", styled("LOOK AT THIS", "bold", colour=colour)]
+    for text, style, way_out in found:
+        lines += [styled(line, style, colour=colour) for line in folded(text, width)]
+        lines += folded(f"way out: {way_out}", width, "  ") if way_out else []
+    return lines
 
 
 def _peer_lines(peers: Sequence[Message], *, colour: bool) -> list[str]:
@@ -207,15 +243,23 @@ def problem_lines(devices: Sequence[Message]) -> list[str]:
     return [f"device {devices_text(found)}: {printable(text)}" for text, found in having.items()]
 
 
-def _daemon_line(status: Message) -> str:
+def _daemon_lines(status: Message, width: int | None) -> list[str]:
     memory: Mapping[str, int] = status.get("memory") or {}
-    return (
-        f"tsliced {status['version']} on {status['host']}, pid {status['pid']}, "
-        f"up {duration(status['uptime_s'])}; driver {status.get('driver') or 'unknown'}, "
-        f"backend {status['backend']}; {status['sessions']} sessions; "
+    who = f"tsliced {status['version']} on {status['host']}, pid {status['pid']}"
+    facts = (
+        f"{who}, up {duration(status['uptime_s'])}",
+        f"driver {status.get('driver') or 'unknown'}, backend {status['backend']}",
+        counted(status["sessions"], "session"),
         f"host memory {size(memory.get('available_bytes'))} available, "
-        f"{size(memory.get('reserved_bytes'))} reserved"
+        f"{size(memory.get('reserved_bytes'))} reserved",
     )
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        if width is None or len(lines[-1]) + 2 + len(fact) < width:
+            lines[-1] += f"; {fact}"
+        else:
+            lines.append(fact)
+    return lines
 
 
 def _group_row(group: Message) -> list[str]:
@@ -250,7 +294,11 @@ def _memory_text(devices: Sequence[Message]) -> str:
     total = sum(device["total_bytes"] for device in devices)
     used = [device["used_bytes"] for device in devices]
     known = [count for count in used if count is not None]
-    return f"{size(sum(known)) if len(known) == len(used) else '?'} of {size(total)}"
+    # Both in one unit, so that they can be compared at a glance.
+    number, unit = size(total).split(" ")
+    scale = total / float(number) if float(number) else 1.0
+    text = f"{sum(known) / scale:.1f}" if len(known) == len(used) else "?"
+    return f"{text} of {number} {unit}"
 
 
 def busy_text(devices: Sequence[Message]) -> str:
@@ -284,29 +332,29 @@ def _queue_lines(groups: Sequence[Message], *, colour: bool) -> list[str]:
     return ["", *table(header, rows, right=["PLACE", "WAITED"], colour=colour)]
 
 
-def _job_lines(jobs: Sequence[Message], *, colour: bool) -> list[str]:
+def _job_lines(jobs: Sequence[Message], *, colour: bool, width: int | None) -> list[str]:
     if not jobs:
         return ["", "No jobs."]
     rows = [
         [
             user_name(job["job"]["uid"]),
             job_text(job["job"]),
-            job["state"],
+            state_of_job(job),
+            duration(job["held_s"] or job["waited_s"] or None),
             ",".join(job.get("groups") or ()) or NOTHING,
             str(job["ranks"]),
-            size(job["device_bytes"]),
-            size(job["parked_bytes"]),
+            size(job["device_bytes"] or None),
+            size(job["parked_bytes"] or None),
             duration(job.get("parked_s")),
-            duration(job["held_s"] or None),
-            duration(job["waited_s"] or None),
             str(job["switches"]),
         ]
         for job in jobs
     ]
-    header = ["USER", "JOB", "STATE", "GROUPS", "RANKS"]
-    # What is parked is in the memory of this host.
-    header += ["ON DEVICES", "IN HOST MEMORY", "FOR", "HELD", "WAITED", "SWITCHES"]
-    lines = ["", *table(header, rows, right=header[4:], colour=colour)]
+    # What is parked is in the memory of this host, and behind it for how long.
+    header = ["USER", "JOB", "STATE", "SINCE", "GROUPS", "RANKS", "DEVICES", "PARKED", "FOR"]
+    header.append("MOVES")
+    right = ["SINCE", *header[5:]]
+    lines = ["", *table(header, rows, right=right, colour=colour, width=width)]
     for job in jobs:
         lines += [_gathering_line(job, gathering) for gathering in job.get("gathering") or ()]
     return lines
@@ -322,7 +370,9 @@ def _gathering_line(job: Message, gathering: Message) -> str:
     )
 
 
-def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:
+def rank_lines(
+    ranks: Sequence[Message], *, colour: bool = False, width: int | None = None
+) -> list[str]:
     """Returns the table of `tslicectl ps`, without line ends."""
     rows = [
         [
@@ -339,7 +389,7 @@ def rank_lines(ranks: Sequence[Message], *, colour: bool = False) -> list[str]:
         for rank in ranks
     ]
     header = ["JOB", "USER", "PID", "STATE", "DOING", "GROUPS", "DEVICES", "MEMORY", "NAME"]
-    return table(header, rows, right=["PID", "DEVICES", "MEMORY"], colour=colour)
+    return table(header, rows, right=["PID", "DEVICES", "MEMORY"], colour=colour, width=width)
 
 
 def _doing_text(rank: Message) -> str:
@@ -349,5 +399,4 @@ def _doing_text(rank: Message) -> str:
     # A daemon of version 1.0 does not say how far it is.
     if progress := rank.get("progress"):
         text += f" {progress['done_bytes'] / max(1, progress['total_bytes']):.0%}"
-        text += f" {rate(progress['bytes_per_s'])}" if progress["bytes_per_s"] else ""
     return text

@@ -14,17 +14,33 @@ from rich.text import Text
 
 from libtimeslice.protocol import Message
 from tsliced.ctl.events import event_line
-from tsliced.ctl.names import devices_text, job_text, step_text, user_name
-from tsliced.ctl.output import NOTHING, duration, printable, rate, size
-from tsliced.ctl.status import busy_text, style_of_state, troubles
+from tsliced.ctl.names import devices_text, job_text, user_name
+from tsliced.ctl.output import NOTHING, counted, duration, printable, rate, size
+from tsliced.ctl.status import busy_text, state_of_job, style_of_state, troubles
 
 #: Characters of a bar that shows how far a move is.
 _BAR = 12
 _FULL, _EMPTY = "█", "░"
+#: What is done to a job's state, in a word or two: a line has room for no more.
+_STEPS = {"snapshotting": "goes off", "restoring": "comes back"}
+#: Events that are shown where the height of a screen sets no limit.
+_EVENTS_IN_A_PIPE = 10
+#: Facts of events that tell a person nothing at a glance.
+_HIDDEN = frozenset({"lease", "token", "epoch", "incarnation", "state", "way_out"})
 #: Groups, jobs and waiters beyond this are only counted: a screen has to be read at a glance.
 MOST_ROWS = 16
 #: Jobs in the order in which they matter to who looks.
-_ORDER = ("faulted", "held", "waiting", "resident", "parked", "orphaned", "idle")
+_ORDER = (
+    "blocked",
+    "pinned",
+    "faulted",
+    "held",
+    "waiting",
+    "resident",
+    "parked",
+    "orphaned",
+    "idle",
+)
 
 
 def screen(
@@ -37,14 +53,16 @@ def screen(
     parts += _waiters(status["groups"])
     parts += _troubles(status)
     upper = Group(*parts)
+    # Those of level debug are samples, and leases that nobody waited for.
+    events = [event for event in events if event["level"] != "debug"]
     if not events:
         return upper
     used = len(console.render_lines(upper, pad=False))
     left = console.height - used - 2
     if console.is_terminal and left < 1:
         return upper
-    lines = [_line(event_line(event), _event_style(event)) for event in events]
-    shown = lines[-left:] if console.is_terminal else lines
+    lines = [_line(_event_text(event), _event_style(event)) for event in events]
+    shown = lines[-left:] if console.is_terminal else lines[-_EVENTS_IN_A_PIPE:]
     return Group(upper, Text(), *shown)
 
 
@@ -61,7 +79,7 @@ def _head(status: Message, note: str) -> RenderableType:
     first.add_row(text, Text(time.strftime("%H:%M:%S"), style="dim"))
     second = Text(
         f"host memory {size(memory.get('available_bytes'))} free, "
-        f"{size(memory.get('reserved_bytes'))} promised; {status['sessions']} sessions",
+        f"{size(memory.get('reserved_bytes'))} promised; {counted(status['sessions'], 'session')}",
         no_wrap=True,
         overflow="ellipsis",
     )
@@ -109,12 +127,12 @@ def _move(move: Message) -> Text:
     text = Text("  ", no_wrap=True, overflow="ellipsis")
     text.append(_FULL * full + _EMPTY * (_BAR - full), style="yellow")
     # The long names come last: if something is cut off, then they.
-    text.append(f" {_size(move['done_bytes'])} of {_size(move['total_bytes'])}")
+    text.append(f" {_size(move['done_bytes'])}/{_size(move['total_bytes'])}")
     if move["bytes_per_s"]:
-        text.append(f", {rate(move['bytes_per_s'])}")
+        text.append(f" {rate(move['bytes_per_s'])}")
     if move["left_s"] is not None:
-        text.append(f", {duration(move['left_s'])} left")
-    return text.append(f": {job_text(move['job'])} {step_text(move['step'])}")
+        text.append(f" {duration(move['left_s'])} left")
+    return text.append(f": {job_text(move['job'])} {_STEPS.get(move['step'], move['step'])}")
 
 
 def _jobs(jobs: Sequence[Message]) -> list[RenderableType]:
@@ -123,12 +141,12 @@ def _jobs(jobs: Sequence[Message]) -> list[RenderableType]:
     table = _table(
         "JOB", "USER", "STATE", ">RANKS", ">DEVICES", ">PARKED", ">FOR", ">HELD", ">WAITED", ">SW"
     )
-    ordered = sorted(jobs, key=lambda job: _ORDER.index(job["state"]))
+    ordered = sorted(jobs, key=lambda job: _ORDER.index(state_of_job(job)))
     for job in ordered[:MOST_ROWS]:
         table.add_row(
             Text(job_text(job["job"])),
             Text(user_name(job["job"]["uid"])),
-            Text(job["state"], style=style_of_state(job["state"])),
+            Text(state_of_job(job), style=style_of_state(state_of_job(job))),
             Text(str(job["ranks"])),
             Text(_size(job["device_bytes"])),
             Text(_size(job["parked_bytes"])),
@@ -163,13 +181,23 @@ def _waiters(groups: Sequence[Message]) -> list[RenderableType]:
 
 def _troubles(status: Message) -> list[RenderableType]:
     # These are worth more lines than one: they end in what helps.
-    found = [Text(text, style=style) for text, style in troubles(status)[:MOST_ROWS]]
+    found: list[RenderableType] = []
+    for text, style, way_out in troubles(status)[:MOST_ROWS]:
+        found.append(Text(text, style=style))
+        if way_out:
+            found.append(Text(f"  way out: {way_out}"))
     return [Text(), *found] if found else []
 
 
 def _more(count: int) -> list[RenderableType]:
     beyond = count - MOST_ROWS
     return [Text(f"and {beyond} more: tslicectl status", style="dim")] if beyond > 0 else []
+
+
+def _event_text(event: Message) -> str:
+    """Returns an event as `tslicectl events` shows it, as far as a glance has use for it."""
+    told = {name: value for name, value in event.items() if name not in _HIDDEN}
+    return event_line(told, short=True)
 
 
 def _event_style(event: Message) -> str:

@@ -306,8 +306,20 @@ class StatusPage:
             "orphaned": orphaned,
             "rank_lost": self.machine.remains.has_lost(job),
             "idle_s": self._idle_s(own, now),
+            "standstill": self._standstill_of(job, own),
             "reason": str(fault) if fault is not None else self._remark(job, own, now),
+            "way_out": fault.way_out if fault is not None else None,
         }
+
+    def _standstill_of(self, job: JobKey, own: list[Tenancy]) -> str | None:
+        """Return in a word what a job stands still for, the worst first."""
+        if any(tenancy.coordinator.place is Place.BLOCKED for tenancy in own):
+            return "blocked"
+        if job in self.machine.leasing.faults:
+            return "faulted"
+        if any(tenancy.coordinator.pinned is not None for tenancy in own):
+            return "pinned"
+        return None
 
     def _idle_s(self, own: list[Tenancy], now: float) -> float | None:
         """Return for how long a job has been parked without asking for anything, if so."""

@@ -43,7 +43,7 @@ def test_status_shows_who_holds_a_group_and_for_how_long(
     trainer = next(line for line in lines if line.startswith("trainer"))
     assert trainer.split() == [
         "trainer", "held", "root", "trainer-7", "3m12s", "rollout", "1", "0-3",
-        "280.0", "GiB", "of", "560.0", "GiB", "92%",
+        "280.0", "of", "560.0", "GiB", "92%",
     ]  # fmt: skip
 
 
@@ -55,12 +55,36 @@ def test_status_shows_the_queue_the_jobs_and_why_a_group_is_blocked(
     assert "sampler blocked - - - - 0 6 ? of 140.0 GiB -" in shown
     assert "sampler is blocked: process 99 holds memory and is of no job" in shown
     assert "trainer 1 4000000000 mars/4711 12.3s training" in shown
-    assert "4000000000 mars/4711 parked - 4 0 B 100.0 GiB - - 12.3s 2" in shown
+    assert "4000000000 mars/4711 parked 12.3s - 4 - 100.0 GiB - 2" in shown
     assert shown[-2:] == [
         "LOOK AT THIS",
         "sampler is blocked: process 99 holds memory and is of no job",
     ]
     assert "mars/4711: 2 of 4 ranks have asked for sampler (pid 31, 32)" in shown
+
+
+def test_status_fits_into_80_columns(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "checkpoint of process 31: " + 20 * "the driver cannot do this, "
+    way_out = "mend that; then try again (tslicectl retry 0/trainer-7)"
+    held, *others = STATUS["jobs"]
+    stood = {**held, "state": "faulted", "standstill": "pinned", "way_out": way_out}
+    stood["reason"] = f"{reason}for 5 s now; {way_out}"
+    trainer, sampler = STATUS["groups"]
+    daemon.status = {
+        **STATUS,
+        "groups": [{**trainer, "reason": reason}, sampler],
+        "jobs": [stood, *others],
+    }
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    wrong = lines[lines.index("LOOK AT THIS") + 1 :]
+    assert wrong[0] == "trainer is held: because of trainer-7, see there", "it is said once"
+    assert "  way out: mend that; then try again (tslicectl retry 0/trainer-7)" in wrong
+    assert any(line.startswith("root") and " pinned " in line for line in lines)
 
 
 def test_status_as_json_is_what_the_daemon_said(

@@ -55,7 +55,7 @@ def test_80_columns_are_enough_for_who_holds_who_waits_and_what_is_wrong(
 def test_how_far_a_move_is_is_drawn_and_changes(daemon: ScriptedDaemon) -> None:
     daemon.status = moving()
     with Terminal(TOP) as terminal:
-        terminal.until_shown("████░", "30.0GiB of 100.0GiB, 2.50 GB/s, 30.1s left: mars/4711")
+        terminal.until_shown("████░", "30.0GiB/100.0GiB 2.50 GB/s 30.1s left: mars/4711 goes off")
         daemon.status = STATUS
         terminal.until(lambda: "█" not in terminal.text(), "the move is over")
         terminal.type("q")
@@ -137,7 +137,7 @@ def test_a_pipe_gets_one_plain_screen_of_80_columns(daemon: ScriptedDaemon) -> N
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout
         assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
-        assert "2.50 GB/s, 30.1s left: mars/4711" in done.stdout
+        assert "2.50 GB/s 30.1s left: mars/4711" in done.stdout
         assert "granted" in done.stdout, "with the latest events"
 
 
