@@ -128,9 +128,10 @@ class Source:
 def watch(source: Source, draw: Callable[[str], None], live: Live, interval_s: float) -> None:
     """Draws until somebody quits; says so while there is no daemon."""
     note = ""
-    with keyboard() as typed, suspending(live), ending():
+    with keyboard() as typed, suspending(live) as undisturbed, ending():
         while True:
-            draw(note)
+            with undisturbed():
+                draw(note)
             until = time.monotonic() + interval_s
             while (left_s := until - time.monotonic()) > 0:
                 key = typed(left_s)
@@ -193,18 +194,43 @@ def ending() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def suspending(live: Live) -> Iterator[None]:
-    """Lets Ctrl-Z give the terminal back as it was, and `fg` take it again."""
+def suspending(live: Live) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Lets Ctrl-Z give the terminal back as it was, and `fg` take it again.
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
+    Yields what makes it wait meanwhile: in the middle of a screen, what gives the terminal back
+    would stay in a buffer, and the shell would find the terminal as it must not be.
+    """
+    busy = wanted = False
+
+    def suspend() -> None:
+        nonlocal busy, wanted
+        busy, wanted = True, False
         live.stop()
         with usual_mode():
             os.kill(os.getpid(), signal.SIGSTOP)
         live.start(refresh=True)
+        busy = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal wanted
+        wanted = True
+        if not busy:
+            suspend()
+
+    @contextlib.contextmanager
+    def undisturbed() -> Iterator[None]:
+        nonlocal busy
+        busy = True
+        try:
+            yield
+        finally:
+            busy = False
+        if wanted:
+            suspend()
 
     before = signal.signal(signal.SIGTSTP, stop)
     try:
-        yield
+        yield undisturbed
     finally:
         signal.signal(signal.SIGTSTP, before)
 

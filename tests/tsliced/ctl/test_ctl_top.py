@@ -97,6 +97,39 @@ def test_it_can_be_suspended_and_goes_on(daemon: ScriptedDaemon) -> None:
         assert terminal.is_as_before()
 
 
+#: Is told to stop while it draws, and says what it does.
+DRAWS = """
+import os, signal
+from tsliced.ctl.top import suspending
+
+class Live:
+    def stop(self): print("gives the terminal back")
+    def start(self, refresh): print("takes it again")
+
+with suspending(Live()) as undisturbed:
+    with undisturbed():
+        os.kill(os.getpid(), signal.SIGTSTP)
+        print("has drawn")
+    os.kill(os.getpid(), signal.SIGTSTP)
+    print("goes on")
+"""
+
+
+def test_it_is_not_suspended_in_the_middle_of_a_screen() -> None:
+    with Terminal([sys.executable, "-c", DRAWS]) as terminal:
+        terminal.until_shown("has drawn", "gives the terminal back")
+        terminal.until(lambda: terminal.state() == "T", "it is stopped")
+        assert "takes it again" not in terminal.text()
+        terminal.signal(signal.SIGCONT)
+        terminal.until(lambda: terminal.text().count("gives the") == 2, "again, and at once")
+        terminal.until(lambda: terminal.state() == "T", "it is stopped")
+        terminal.signal(signal.SIGCONT)
+        terminal.until_shown("goes on")
+        assert terminal.wait() == 0
+    lines = terminal.text().split()
+    assert lines.index("drawn") < lines.index("gives"), "the screen first"
+
+
 def test_it_fits_a_terminal_that_is_made_smaller(daemon: ScriptedDaemon) -> None:
     with Terminal(TOP, columns=120, lines=40) as terminal:
         terminal.until_shown("trainer-7", "granted")
