@@ -28,13 +28,21 @@ def test_a_coroutine_function_is_leased_without_blocking_the_loop(
 ) -> None:
     other = daemon.steal(("n1",))
 
-    @ts.on_accelerators("n1")
-    async def step(value: int) -> int:
-        await asyncio.sleep(0)
-        assert len(daemon.held) == 1
-        return value
+    inside: list[int] = []
 
     async def main() -> list[int]:
+        all_are_inside = asyncio.Event()
+
+        # Each asks in a thread of its own: one that asks when the others are over asks anew.
+        @ts.on_accelerators("n1")
+        async def step(value: int) -> int:
+            inside.append(value)
+            if len(inside) == 5:
+                all_are_inside.set()
+            await all_are_inside.wait()
+            assert len(daemon.held) == 1
+            return value
+
         steps = [asyncio.ensure_future(step(number)) for number in range(5)]
         await until(daemon, lambda: daemon.waiting)
         assert not any(task.done() for task in steps)
