@@ -143,8 +143,9 @@
   });
 
   function shortened(name) {
-    const most = Math.floor(labelWidth() / 7);
-    return name.length > most ? `${name.slice(0, most - 1)}…` : name;
+    const most = Math.floor(labelWidth() / 8), half = Math.floor((most - 1) / 2);
+    // Devices of one group begin alike, and jobs of one experiment may too.
+    return name.length > most ? `${name.slice(0, half)}…${name.slice(-half)}` : name;
   }
 
   // Where a lane is on the canvas, in its own pixels; steps of moves have a strip at the bottom.
