@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import Host, MakeHost, Rank, own, until
+
+from tsliced.observe.usage import usage
 
 LIMITED = {"limits": {"yield_warning_s": 0.5}}
 
@@ -30,6 +33,19 @@ def test_leases_that_are_shorter_than_their_switch_are_told_once(make_host: Make
     assert "3 of its leases were shorter than the switch" in str(events[0]["reason"])
     until(lambda: read_log(host, rank) + read_log(host, other) >= 3, "it is in both logs")
     assert host.log.read_text().count("the daemon warns: 3 of its leases") == 2
+
+
+def test_a_job_that_ends_while_it_is_parked_is_parked_no_longer(host: Host) -> None:
+    first, second = host.trainer("a", mib=40), host.trainer("b", mib=40)
+    until(lambda: host.states() == {first.pid: "parked", second.pid: "running"}, "a is parked")
+    first.kill()
+    (gone,) = until(lambda: host.events("gone"), "it is told")
+    assert gone["job"] == own("a")
+    (parked,) = [e for e in host.events("evicted") if e["job"] == own("a")]
+    rows = usage(host.events(), "job", since_unix=0.0, until_unix=gone["at"] + 1000.0)
+    of_job = {row.name: row.parked_s for row in rows}
+    assert of_job[own("a")] == pytest.approx(gone["at"] - parked["at"])
+    assert host.job("b")["state"] == "resident"
 
 
 def test_who_never_yields_is_told_while_others_wait(make_host: MakeHost) -> None:

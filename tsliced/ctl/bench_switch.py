@@ -23,7 +23,7 @@ from tsliced.ctl.history import Choice, read_events
 from tsliced.ctl.measured import leave
 from tsliced.ctl.names import job_name, job_text
 from tsliced.ctl.options import Commands, limit_of, name, positive_seconds, size_of, text
-from tsliced.ctl.output import duration, print_json, rate, say, size, table
+from tsliced.ctl.output import duration, folded, print_json, rate, say, screen_width, size, table
 
 _DESCRIPTION = """\
 Takes a job off its devices and brings it back, through the daemon and in turns with all others,
@@ -93,7 +93,7 @@ def bench_switch(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found)
     else:
-        print("\n".join(lines_of(found)))
+        print("\n".join(lines_of(found, screen_width())))
     return DONE
 
 
@@ -317,8 +317,8 @@ def summary(events: Sequence[Message], limits: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
-    """Returns what is printed for people."""
+def lines_of(found: dict[str, Any], width: int | None = None) -> list[str]:
+    """Returns what is printed for people, in lines of at most `width`."""
     limits = found["copy_limit"] or {}
     best = {"snapshot": limits.get("to_host"), "restore": limits.get("to_device")}
     rows = []
@@ -337,18 +337,19 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines = table(header, rows, right=header[1:])
     if limits:
         kind = "page-locked" if limits["pinned"] else "pageable"
-        lines += [
-            "",
+        text = (
             f"This host copies {rate(limits['to_host'])} off a device and "
             f"{rate(limits['to_device'])} onto one ({kind} memory), {rate(limits['used_pages'])} "
-            f"within its memory, {rate(limits['fresh_pages'])} into pages that are fresh.",
-        ]
-    return [
-        *lines,
-        "",
+            f"within its memory, {rate(limits['fresh_pages'])} into pages that are fresh."
+        )
+        lines += ["", *folded(text, width)]
+    cost = (
         f"A full switch of {size(found['bytes'])} costs {duration(found['switch_s'])}: "
         f"{duration(found['off_s'])} off and {duration(found['on_s'])} on "
-        f"(medians of {found['switches']}).",
+        f"(medians of {found['switches']})."
+    )
+    phase = (
         f"A phase should last {duration(found['shortest_phase_s'])} or longer, so that no more "
-        "than a tenth goes into switches.",
-    ]
+        "than a tenth goes into switches."
+    )
+    return [*lines, "", *folded(cost, width), *folded(phase, width)]

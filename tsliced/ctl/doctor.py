@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tsliced.ctl.options import Commands, text
-from tsliced.ctl.output import print_json, printable, say, styled, use_colour
+from tsliced.ctl.output import folded, print_json, printable, say, screen_width, styled, use_colour
 
 if TYPE_CHECKING:
     from tsliced.doctor.findings import Finding
@@ -50,19 +50,28 @@ def examine_host(options: argparse.Namespace) -> int:
         listed = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
         print_json({"findings": listed, "exit_code": code})
         return code
-    print("\n".join(finding_lines(findings, colour=use_colour(sys.stdout))), flush=True)
+    lines = finding_lines(findings, colour=use_colour(sys.stdout), width=screen_width())
+    print("\n".join(lines), flush=True)
     verdicts = [finding.verdict.value for finding in findings]
     say(", ".join(f"{verdicts.count(name)} {name}" for name in _STYLES if name in verdicts))
     return code
 
 
-def finding_lines(findings: Sequence[Finding], *, colour: bool = False) -> list[str]:
-    """Returns the table of findings, without line ends."""
-    width = max(len(finding.check) for finding in findings)
+def finding_lines(
+    findings: Sequence[Finding], *, colour: bool = False, width: int | None = None
+) -> list[str]:
+    """Returns the table of findings, without line ends: a line of any length for each.
+
+    With a `width` long ones go on below, under their own beginning.
+    """
+    checks, verdicts = max(len(finding.check) for finding in findings), max(map(len, _STYLES))
+    left = verdicts + 2 + checks + 2
     lines = []
     for finding in findings:
         name = finding.verdict.value
-        verdict = styled(f"{name:<{max(map(len, _STYLES))}}", _STYLES[name], colour=colour)
-        text = "; ".join(filter(None, (finding.text, finding.remedy)))
-        lines.append(f"{verdict}  {finding.check:<{width}}  {printable(text)}")
+        verdict = styled(f"{name:<{verdicts}}", _STYLES[name], colour=colour)
+        text = printable("; ".join(filter(None, (finding.text, finding.remedy))))
+        first, *others = folded(text, None if width is None else max(20, width - left))
+        lines.append(f"{verdict}  {finding.check:<{checks}}  {first}")
+        lines += [f"{'':<{left}}{other.lstrip()}" for other in others]
     return lines

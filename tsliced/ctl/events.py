@@ -192,10 +192,12 @@ def event_line(event: Message, *, short: bool = False) -> str:
 def _fact_text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name.endswith("_s") or name == "seconds":
-        return duration(float(str(value)))
-    if name == "bytes" or name.endswith("_bytes"):
-        return size(int(str(value))).replace(" ", "")
+    # Jobs may tell of anything by any name.
+    if isinstance(value, int | float) and 0 <= value < float("inf"):
+        if name.endswith("_s") or name == "seconds":
+            return duration(value)
+        if name == "bytes" or name.endswith("_bytes"):
+            return size(int(value)).replace(" ", "")
     if isinstance(value, list):
         return ",".join(printable(str(item)) for item in value)
     text = printable(str(value))

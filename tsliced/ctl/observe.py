@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 from tsliced.ctl.failures import DONE, FAILED, NOT_FOUND, CommandError
 from tsliced.ctl.measured import latest
 from tsliced.ctl.options import Commands, pid, positive_seconds, seconds, text
-from tsliced.ctl.output import duration, print_json, rate, say, size, styled, table, use_colour
+from tsliced.ctl.output import (
+    duration,
+    folded,
+    print_json,
+    rate,
+    say,
+    screen_width,
+    size,
+    styled,
+    table,
+    use_colour,
+)
 
 if TYPE_CHECKING:
     from tsliced.observe.idleness import Gain, Idleness, Switch
@@ -145,8 +156,10 @@ def observe_job(options: argparse.Namespace) -> int:
         found = document(watched, seen, switch, gain, interval_s)
         print_json({**found, "measured_at": measured.at_unix if measured is not None else None})
     else:
+        width = screen_width()
         lines = page(watched, seen, switch, gain, colour=use_colour(sys.stdout))
-        print("\n".join(lines), flush=True)
+        # (Of tables and the verdict no line is long.)
+        print("\n".join(part for line in lines for part in folded(line, width)), flush=True)
     return DONE
 
 

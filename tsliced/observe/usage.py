@@ -14,7 +14,7 @@ from tsliced.observe.accounts import Accounts, Event, Held, number
 
 By = Literal["job", "user", "account", "group"]
 
-#: Kinds of events that it takes, besides those that `Accounts` adds up.
+#: Events that end a job and what is part of it.
 _ENDS: Final = ("job_ended", "killing")
 
 
@@ -99,6 +99,9 @@ def _note(event: Event, parks: _Parks, of_account: dict[str, str]) -> None:
         parks.begin(job, groups, at)
     elif kind == "admitted":
         parks.end((job, groups), at - number(event, "seconds"))
+    elif kind == "gone":
+        for key in [key for key in parks.open if key[0] == job]:
+            parks.end(key, at)
     elif kind in _ENDS:
         parks.end_job(job, at)
     elif kind == "job_known" and (account := event.get("account")) is not None:

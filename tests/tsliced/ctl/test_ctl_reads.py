@@ -14,6 +14,7 @@ from scripted_daemon import EVENTS, RANKS, STATUS, ScriptedDaemon
 
 from libtimeslice.protocol import Message
 from tsliced.ctl.__main__ import main
+from tsliced.ctl.events import event_line
 
 LIMIT_S = 20.0
 
@@ -110,6 +111,13 @@ def test_ps_as_json_has_all_ranks(
 ) -> None:
     assert main(["ps", "--json"]) == 0
     assert document(capsys) == {"schema": 1, "ranks": RANKS}
+
+
+def test_what_jobs_tell_by_any_name_is_shown() -> None:
+    event = {"seq": 1, "at": 0.0, "kind": "progress", "level": "info", "job": "7/a"}
+    figures = {"bytes": 2048.0, "seconds": "nan", "x_s": -1, "y_bytes": 1e400, "z_s": 0.5}
+    line = event_line({**event, **figures})
+    assert line.endswith("job=7/a bytes=2.0KiB seconds=nan x_s=-1 y_bytes=inf z_s=0.50s")
 
 
 def test_events_are_lines_of_key_and_value(

@@ -94,6 +94,12 @@ def test_a_job_without_an_account_is_of_none_and_one_that_only_waits_has_nothing
     assert [(row.name, row.jobs, row.held_s) for row in rows] == [("", 1, 0.0)]
 
 
+def test_a_park_ends_with_its_job_and_not_with_another_that_is_called_alike() -> None:
+    story = [event(1.0, "evicted", C), event(2.0, "gone", "1000/other"), event(3.0, "gone", C)]
+    rows = usage(story, "job", since_unix=0.0, until_unix=9.0)
+    assert [(row.name, row.parked_s) for row in rows] == [(C, 2.0)]
+
+
 def test_a_park_of_which_the_end_is_not_known_lasts_on() -> None:
     rows = usage([event(1.0, "evicted", C)], "job", since_unix=0.0, until_unix=4.0)
     assert [(row.name, row.parked_s) for row in rows] == [(C, 3.0)]
