@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -148,13 +149,13 @@ static void serve(void)
     send_reply(reply);
 }
 
-static void *serve_all(void *unused)
+static void *serve_all(void *named)
 {
     char name[16];
-    (void)unused;
     thread_id = (int)syscall(SYS_gettid);
     snprintf(name, sizeof name, "cuda%011x", (unsigned)thread_id);
     prctl(PR_SET_NAME, name);
+    sem_post(named);
     for (;;) {
         connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0)
@@ -172,13 +173,19 @@ bool control_start(void)
 {
     pthread_t thread;
     sigset_t all, before;
+    /* Whoever has a context is known by this thread's name, from the first moment on. */
+    sem_t named;
+    sem_init(&named, 0, 0);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, NULL, serve_all, NULL);
+    int error = pthread_create(&thread, NULL, serve_all, &named);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!error)
-        pthread_detach(thread);
-    return error == 0;
+    if (error)
+        return false;
+    while (sem_wait(&named))
+        ;
+    pthread_detach(thread);
+    return true;
 }
 
 /* Waits until the request in flight is answered. */
