@@ -22,6 +22,12 @@ help: ## Say what there is to make
 demo: $(VENV)/.stamp-daemon softcuda ## Two RL jobs share two devices, in under 90 seconds
 	$(BIN)/python -m demo
 
+.PHONY: picture
+picture: ## The picture of a report in README.md, of the last `make demo`; needs chromium
+	test -e build/demo/report.html || $(MAKE) demo
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,1200 \
+		--screenshot=docs/report.webp build/demo/report.html
+
 .PHONY: grpo
 grpo: $(VENV)/.stamp-test softcuda ## Two training runs of real torch, alone and sharing; ARGS='--ranks 2', '--lora 4', ...
 	$(BIN)/python -W ignore -m examples.grpo $(ARGS)

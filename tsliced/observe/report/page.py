@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from libtimeslice import __version__
-from tsliced.ctl.output import NOTHING, duration, size
+from tsliced.ctl.output import NOTHING, counted, duration, size
 from tsliced.observe.accounts import Event
 from tsliced.observe.report.drawing import drawing
 from tsliced.observe.report.figures import Figures, JobFigures, Stats, figures
@@ -110,7 +110,8 @@ def _head(found: Figures, host: str) -> str:
     span = duration(found.end_unix - found.begin_unix)
     return (
         f"<header><h1>Shared devices{where}</h1>"
-        f"<p>{begin} to {end}, {span}; {len(found.jobs)} jobs, {len(found.groups)} groups.</p>"
+        f"<p>{begin} to {end}, {span}; {counted(len(found.jobs), 'job')}, "
+        f"{counted(len(found.groups), 'group')}.</p>"
         "</header>"
     )
 
@@ -168,7 +169,9 @@ def _jobs(jobs: Sequence[JobFigures]) -> str:
     ]
     header = ["Job", "Steps", "Step, shared", "Step, alone", "Slowdown", "Useful", "Wait p50"]
     header += ["p95", "Most", "Switch p50", "p95", "Most", "Idle window", "Moved"]
-    return _table("Jobs", header, rows, "* worked out: the same time without waits.")
+    guessed = not all(job.recorded for job in jobs)
+    note = "* worked out: the same time without waits." if guessed else ""
+    return _table("Jobs", header, rows, note)
 
 
 def _spread(found: Stats | None) -> list[str]:
