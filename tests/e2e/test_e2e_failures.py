@@ -10,8 +10,9 @@ def test_a_freeze_that_takes_too_long_is_turned_back_and_tried_again(make_host: 
     host = make_host(settings={"limits": {"freeze_timeout_s": 0.2}})
     busy = host.trainer("a", mib=8)
     digest = busy.do("digest")
-    busy.do("launch", ms=1500)
+    # It takes a process a while to begin, on a busy machine as long as the work lasts.
     waiter = host.rank("b")
+    busy.do("launch", ms=1500)
     asked = waiter.start("acquire", groups="g1", timeout=20)
     failed = until(lambda: host.events("eviction_failed"), "a freeze times out")[0]
     assert f"pid {busy.pid}" in failed["reason"]
