@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Has Ctrl-C interrupt tests and what they start, as in a terminal.
+
+    A script's shell starts what it runs in the background with SIGINT ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
