@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.backend_rank import BackendRank, Rates
-from bench.daemon import daemon_table, toml_text
+from bench.daemon import Tables, daemon_table, toml_text
 from bench.load import acquire_of
 from bench.machine import choose_cores
 from bench.server import STATE, Server
@@ -92,7 +92,10 @@ def start_daemon(
         del daemon["nvml_library"], daemon["cuda_library"]
     group = {"devices": list(devices.names), "users": [getpass.getuser()]}
     config = directory / "tsliced.toml"
-    config.write_text(toml_text({"daemon": daemon, f"groups.{GROUP}": group, **settings}))
+    # Each move is measured as it is of a kind that is known.
+    limits = {"qualify": False}
+    tables: Tables = {"daemon": daemon, "limits": limits, f"groups.{GROUP}": group, **settings}
+    config.write_text(toml_text(tables))
     return Server(
         [sys.executable, "-m", "tsliced", "--config", str(config)],
         path=socket,

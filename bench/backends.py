@@ -56,8 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.backends", description=__doc__)
-    parser.add_argument("--hardware", choices=("auto", "softcuda"), default="auto")
-    parser.add_argument("--cycles", type=int, default=CYCLES, help=f"of each (default {CYCLES})")
+    parser.add_argument(
+        "--hardware",
+        choices=("auto", "softcuda"),
+        default="auto",
+        help="auto: a GPU that nobody uses, else softcuda (default auto)",
+    )
+    parser.add_argument(
+        "--cycles",
+        type=int,
+        default=CYCLES,
+        help=f"ways out and back of each backend (default {CYCLES})",
+    )
     parser.add_argument(
         "--torch-mib",
         type=int,
@@ -73,7 +83,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"of device memory (default {DRIVER_MIB})",
     )
     parser.add_argument(
-        "--many", type=int, default=MANY, metavar="N", help=f"tensors (default {MANY})"
+        "--many",
+        type=int,
+        default=MANY,
+        metavar="N",
+        help=f"tensors where it is many small ones (default {MANY})",
     )
     parser.add_argument(
         "--json",

@@ -116,7 +116,7 @@ class Host:
         devices = (DeviceId(f"GPU-{name}"),)
         group = GroupConfig(name=GROUP, devices=devices, order=0, hosts=hosts)
         config = MachineConfig(
-            host=name, groups=(group,), limits=CoreLimits(), generation=1, ceiling=0
+            host=name, groups=(group,), limits=CoreLimits(qualify=False), generation=1, ceiling=0
         )
         self.name = name
         self.grants: list[Grant] = []
