@@ -44,9 +44,11 @@ from tsliced.host.device_access import DeviceAccess
 from tsliced.host.devices import Device, Devices, DevicesUnavailable
 from tsliced.host.inventory import recall, remember
 from tsliced.host.journal import Journal, JournalLimits
+from tsliced.host.kinds import Kinds
 from tsliced.host.measuring import Measuring
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
+from tsliced.host.preflight import HostFacts
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Log
@@ -387,7 +389,7 @@ class Daemon:
         history = self.config.history
         qualifying = self._make_qualifying(machine, base.devices)
         scanner = Scanner(base.groups, base.devices, membership, base.backend)
-        scanner.knows = qualifying.knows
+        scanner.recall = qualifying.recall
         around = Surroundings(
             journal=base.journal,
             history=base.journal.open_history(history.max_events, recording=history.record),
@@ -416,11 +418,14 @@ class Daemon:
 
     def _make_qualifying(self, machine: Machine, devices: Devices | None) -> Qualifying:
         inventory = devices.inventory() if devices is not None else ()
-        driver = inventory[0].driver_version if inventory else "none"
         return Qualifying(
             machine=machine,
-            path=Path(self.config.daemon.state_dir) / "kinds.json",
-            terms=f"{driver} {self.config.ways()}",
+            kinds=Kinds(Path(self.config.daemon.state_dir) / "kinds.json"),
+            ways=self.config.ways(),
+            facts=HostFacts(
+                driver=inventory[0].driver_version if inventory else None,
+                partitioned={device.uuid: device.mig for device in inventory},
+            ),
         )
 
     def _make_ledgers(self) -> Ledgers:

@@ -73,6 +73,7 @@ from tsliced.reserving import Ledgers, Reserving
 _PERHAPS_THE_JOBS: Final = frozenset(
     {Cause.DRIVER, Cause.UNSUPPORTED, Cause.FAILED, Cause.NOT_FREED, Cause.FREEZE_TIMEOUT}
 )
+_MOVES: Final = (Verb.FREEZE, Verb.SNAPSHOT, Verb.RESTORE)
 
 
 class Clients(Protocol):
@@ -419,13 +420,20 @@ class Driver:
     async def _operate(self, action: StartOperation) -> Event:
         started = time.monotonic()
         backend, scanner = self.around.backend, self.around.scanner
+        moves, size = self.around.moves, self._device_bytes(action)
+        qualifying, expected_s = self.around.qualifying, None
+        if qualifying is not None:
+            if (objection := qualifying.objection(action)) is not None:
+                return OperationFinished(
+                    op=action.op, rank=action.rank, observed=RankState.RUNNING, failure=objection
+                )
+            expected_s = qualifying.expected_s(action.rank.process, action.verb, size)
         if action.verb is Verb.FREEZE and self.clients is not None:
             # Bytes that are not held are bytes that are not copied.
             await self.clients.empty_cache(action.rank.process)
-        moves, size = self.around.moves, self._device_bytes(action)
         scanner.on_change()
         try:
-            with moves.watch(action.rank.process, action.verb, size):
+            with moves.watch(action.rank.process, action.verb, size, expected_s):
                 outcome = await backend.run(
                     action.verb, action.rank, action.timeout_s, action.tenancy.job
                 )
@@ -444,9 +452,9 @@ class Driver:
         if outcome.failure is None:
             moves.learn(action.verb, moved, seconds)
         failure = outcome.failure
-        if self.around.qualifying is not None:
+        if qualifying is not None:
             outcome = replace(outcome, moved_bytes=moved, seconds=seconds)
-            failure = await self._learn(self.around.qualifying, action, outcome)
+            failure = await self._learn(qualifying, action, outcome)
         return OperationFinished(
             op=action.op,
             rank=action.rank,
@@ -461,18 +469,22 @@ class Driver:
     ) -> Reason | None:
         """Take down how an operation went, and return why it failed, with what may help."""
         backend, process, failure = self.around.backend, action.rank.process, outcome.failure
-        if failure is None:
-            way, on_devices = backend.way_of(process), None
-            tenancy = self.machine.tenancies.tenancy_of(action.rank)
-            if action.verb is Verb.THAW and tenancy is not None and tenancy.coordinator.qualifies:
-                on_devices = await backend.context.measure(process)
-            qualifying.on_operation(process, action.verb, outcome, way=way, on_devices=on_devices)
-            return None
-        leaves = action.verb in (Verb.FREEZE, Verb.SNAPSHOT)
-        if not leaves or failure.cause not in _PERHAPS_THE_JOBS:
-            return failure
-        advice = (await qualifying.look(process)).advice()
-        return failure if advice is None else replace(failure, text=f"{failure.text}; {advice}")
+        if failure is not None and action.verb in _MOVES and failure.cause in _PERHAPS_THE_JOBS:
+            advice = (await qualifying.look(process)).advice()
+            text = failure.text if advice is None else f"{failure.text}; {advice}"
+            failure = replace(failure, text=text)
+            outcome = replace(outcome, failure=failure)
+        on_devices = None
+        if failure is None and qualifying.wants_to_see(process, action.verb):
+            on_devices = await backend.context.measure(process)
+        way = backend.way_of(process)
+        lack = qualifying.on_operation(
+            action.rank, action.verb, outcome, way=way, on_devices=on_devices
+        )
+        if lack is not None:
+            job = str(action.tenancy.job)
+            self.note("not_whole", "warning", job=job, rank=str(action.rank), reason=lack)
+        return failure
 
     def _device_bytes(self, action: StartOperation) -> int:
         """Return what an operation is about to move, by what is known of the rank."""

@@ -1,56 +1,43 @@
-"""How jobs left devices and came back: what was seen, and of which kinds of ranks it is known.
+"""How jobs left devices and came back: what was seen, and what is known of others like them.
 
 The core has a job leave its devices and come back when an operator wants it, or before it makes
-room for another one for the first time (`Coordinator.evict`). Ranks of a kind that did so need not
-show it again: the same program of the same user, as many of it, with the same driver, backends, and
-problems.
+room for another one for the first time (`Tenancies.make_room`). Ranks of a kind that did so need
+not show it again; those of a kind that could not come back are not even frozen. What any move took,
+whoever wanted it, is what the next one of the kind is expected to take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from libtimeslice.protocol import Message
-from tsliced.core.actions import Note
+from tsliced.config.ways import Ways
+from tsliced.core.actions import Note, StartOperation
 from tsliced.core.machine import Machine
-from tsliced.core.model import DeviceId, JobKey, ProcessId, Verb
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    Earlier,
+    FoundRank,
+    JobKey,
+    ProcessId,
+    RankId,
+    Reason,
+    Verb,
+)
+from tsliced.core.rank import Rank
+from tsliced.core.tenancy import Tenancy
 from tsliced.host.backends.base import Outcome
-from tsliced.host.backends.op_files import read_facts, write_atomically
-from tsliced.host.preflight import Preflight, examine
-from tsliced.host.processes import environment, uid_of
+from tsliced.host.kinds import MEASURES, Kind, Kinds, Measured, name_of, shape_of
+from tsliced.host.preflight import HostFacts, Preflight, examine
 
-#: Kinds that are kept; the oldest go first.
-MAX_KINDS: Final = 1000
-#: How many ranks a job has, by the launcher that said so.
-_COUNTS: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-#: A rank that comes back with less of its device memory did not come back whole.
-WHOLE_RATIO: Final = 0.9
-
-
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """What was seen of a rank's latest way off its devices and back."""
-
-    #: As it is configured, "torch+cuda" for example.
-    way: str | None = None
-    before_bytes: int = 0
-    out_bytes: int = 0
-    out_s: float | None = None
-    in_s: float | None = None
-    #: On its devices after it was thawed; None: NVML does not say.
-    back_bytes: int | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its memory came back, as far as is known."""
-        return self.back_bytes is None or self.back_bytes >= self.before_bytes * WHOLE_RATIO
+#: Jobs of which it is kept how their latest try ended.
+_MAX_RESULTS: Final = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,40 +53,93 @@ class Result:
 class Qualifying:
     """Belongs to the event loop, and changes nothing of the core.
 
-    `path`: where the kinds are kept. `terms`: what else they depend on, such as the driver.
+    `ways`: by which backends ranks are moved. `facts`: what of this host their moves depend on.
     """
 
     machine: Machine
-    path: Path
-    terms: str
+    kinds: Kinds
+    ways: Ways
+    facts: HostFacts
     clock: Callable[[], float] = time.time
-    _measured: dict[ProcessId, Measured] = field(default_factory=dict)
+    #: Of each rank the trip off its devices and back that it is on, ...
+    _under_way: dict[ProcessId, Measured] = field(default_factory=dict)
+    #: ... and the latest one that is over.
+    _trips: dict[ProcessId, Measured] = field(default_factory=dict)
     _looks: dict[ProcessId, Preflight] = field(default_factory=dict)
-    _kind_of: dict[ProcessId, str] = field(default_factory=dict)
+    _shapes: dict[ProcessId, tuple[str, ...]] = field(default_factory=dict)
     _results: dict[JobKey, Result] = field(default_factory=dict)
-    _kinds: dict[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._kinds = read_facts(self.path)
+    # --- what is known of a kind --------------------------------------------------------------
+
+    async def recall(self, found: FoundRank) -> Earlier | None:
+        """Return what was seen of a rank, or of others of its kind."""
+        process = found.process
+        if process not in self._shapes:
+            with contextlib.suppress(OSError):  # out of descriptors, for instance: next time
+                self._shapes[process] = await asyncio.to_thread(shape_of, process)
+        kind = self._kind(process)
+        measured = self._expected(process)
+        return Earlier(
+            qualified=kind is not None and kind.failure is None,
+            switch_s=measured.switch_s(found.device_bytes) if measured is not None else None,
+        )
+
+    def objection(self, start: StartOperation) -> Reason | None:
+        """Say why a rank must not be frozen, if others of its kind could not come back.
+
+        Not if it did so itself, nor to an operator who wants to see it.
+        """
+        tenancy = self._tenancy_of(start.rank.process)
+        kind = self._kind(start.rank.process)
+        if start.verb is not Verb.FREEZE or kind is None or kind.failure is None:
+            return None
+        if tenancy is not None and (tenancy.coordinator.insists or tenancy.coordinator.qualified):
+            return None
+        text = (
+            "another one of its kind left its devices and could not come back: "
+            f"{kind.failure}; tslicectl qualify tries it with this one"
+        )
+        return Reason(cause=Cause.UNSUPPORTED, text=text, rank=start.rank)
+
+    def expected_s(self, process: ProcessId, verb: Verb, count: int) -> float | None:
+        """Return how long it should take to move so many bytes of a rank; None: not known."""
+        measured = self._expected(process)
+        return measured.step_s(verb, count) if measured is not None else None
+
+    def _expected(self, process: ProcessId) -> Measured | None:
+        """Return what a rank's own latest trip took, or else that of the latest of its kind."""
+        if (own := self._trips.get(process)) is not None:
+            return own
+        kind = self._kind(process)
+        return kind.measured if kind is not None else None
+
+    def _tenancy_of(self, process: ProcessId) -> Tenancy | None:
+        tenancies = self.machine.tenancies
+        key = tenancies.home.get(process)
+        return tenancies.all[key] if key is not None else None
+
+    def _name(self, process: ProcessId) -> str | None:
+        """Return the name of a rank's kind; None: what it runs is not known, or whose it is."""
+        shape, tenancy = self._shapes.get(process), self._tenancy_of(process)
+        if not shape or tenancy is None:
+            return None
+        job = tenancy.key.job
+        rank = tenancy.participant.ranks[process]
+        ranks = sum(len(t.participant.ranks) for t in self.machine.tenancies.tenancies_of(job))
+        ways = ["+".join(way) for way in self.ways.of(job, tenancy.key.groups)]
+        return name_of(*shape, str(ranks), str(len(rank.devices)), str(self.facts.driver), *ways)
+
+    def _kind(self, process: ProcessId) -> Kind | None:
+        return self.kinds.get(self._name(process))
 
     # --- what is looked at and measured -------------------------------------------------------
-
-    async def knows(self, process: ProcessId) -> bool:
-        """Return whether ranks of a process's kind were seen to leave and to come back."""
-        if not self.machine.config.limits.qualify:
-            return False
-        if process not in self._kind_of:
-            look = await self.look(process)
-            if not look.program:
-                return False
-            with contextlib.suppress(OSError):
-                self._kind_of[process] = await asyncio.to_thread(_kind, process, look, self.terms)
-        return self._kind_of.get(process) in self._kinds
 
     async def look(self, process: ProcessId) -> Preflight:
         """Look anew for what may keep a process from being moved."""
         try:
-            found = await asyncio.to_thread(examine, process)
+            rank = self._rank_of(process)
+            devices = rank.devices if rank is not None else ()
+            found = await asyncio.to_thread(examine, process, host=self.facts, devices=devices)
         except OSError:
             # Out of descriptors, for instance: nothing is known of it.
             found = Preflight(findings=(), proposal=None, program="")
@@ -112,38 +152,80 @@ class Qualifying:
         ranks = [process for tenancy in tenancies for process in tenancy.participant.ranks]
         await asyncio.gather(*map(self.look, ranks))
 
+    def wants_to_see(self, process: ProcessId, verb: Verb) -> bool:
+        """Whether it is to be measured what a rank has on its devices after an operation.
+
+        That takes a look at the devices: not after every switch of who is known to come back.
+        """
+        trip = self._under_way.get(process)
+        if verb is not Verb.THAW or trip is None or trip.in_s is None:
+            return False
+        tenancy, kind = self._tenancy_of(process), self._kind(process)
+        qualifies = tenancy is not None and tenancy.coordinator.qualifies
+        return qualifies or kind is None or kind.failure is not None
+
     def on_operation(
         self,
-        process: ProcessId,
+        rank: RankId,
         verb: Verb,
         outcome: Outcome,
         *,
-        way: str | None,
-        on_devices: Mapping[DeviceId, int] | None,
-    ) -> None:
-        """Take in how an operation went, and what the process has on devices by then."""
-        measured = self._measured.setdefault(process, Measured())
-        if outcome.failure is not None:
-            return
-        match verb:
-            case Verb.SNAPSHOT:
-                tenancy = self.machine.tenancies.home.get(process)
-                if tenancy is not None:
-                    ranks = self.machine.tenancies.all[tenancy].participant.ranks
-                    measured.before_bytes = ranks[process].device_bytes
-                measured.way, measured.out_s = way, outcome.seconds
-                measured.out_bytes = outcome.moved_bytes or measured.before_bytes
-            case Verb.RESTORE:
-                measured.in_s = outcome.seconds
-            case Verb.THAW:
-                measured.back_bytes = sum(on_devices.values()) if on_devices is not None else None
-            case _:
-                pass
+        way: str | None = None,
+        on_devices: Mapping[DeviceId, int] | None = None,
+    ) -> str | None:
+        """Take in how an operation went, and what the process has on devices by then.
+
+        Return what is wrong with a rank that has come back, if it is not whole.
+        """
+        process = rank.process
+        if (failure := outcome.failure) is not None:
+            name = self._name(process)
+            # Anything else may have been the occasion, and not the kind.
+            if verb is Verb.RESTORE and failure.cause is Cause.UNSUPPORTED and name is not None:
+                self.kinds.keep_failure(name, self._program(process), str(failure.text))
+            return None
+        trip = self._under_way.get(process)
+        if verb is Verb.SNAPSHOT:
+            known = self._rank_of(process)
+            before = known.device_bytes if known is not None else 0
+            self._under_way[process] = Measured(
+                way=way,
+                before_bytes=before,
+                out_bytes=outcome.moved_bytes or before,
+                out_s=outcome.seconds,
+            )
+        elif verb is Verb.RESTORE and trip is not None:
+            trip.in_s = outcome.seconds
+        elif verb is Verb.THAW and trip is not None and trip.in_s is not None:
+            trip.back_bytes = sum(on_devices.values()) if on_devices is not None else None
+            self._trips[process] = self._under_way.pop(process)
+            return self._keep(process, trip)
+        return None
+
+    def _keep(self, process: ProcessId, measured: Measured) -> str | None:
+        """Keep the kind of a rank that is back, or say why it is not whole."""
+        if not measured.is_whole:
+            return (
+                f"process {process.pid} had {measured.before_bytes:,} bytes on its devices, "
+                f"and came back with {measured.back_bytes:,}"
+            )
+        if (name := self._name(process)) is not None:
+            self.kinds.keep(name, self._program(process), measured)
+        return None
+
+    def _program(self, process: ProcessId) -> str:
+        return next(iter(self._shapes.get(process, ())), "")
+
+    def _rank_of(self, process: ProcessId) -> Rank | None:
+        tenancy = self._tenancy_of(process)
+        return tenancy.participant.ranks.get(process) if tenancy is not None else None
 
     def forget(self, process: ProcessId) -> None:
         """A process is gone."""
-        for known in (self._measured, self._looks, self._kind_of):
-            known.pop(process, None)
+        self._under_way.pop(process, None)
+        self._trips.pop(process, None)
+        self._looks.pop(process, None)
+        self._shapes.pop(process, None)
 
     # --- how it ended -------------------------------------------------------------------------
 
@@ -156,31 +238,15 @@ class Qualifying:
                 reason = note.facts.get("reason")
                 text = None if reason is None else str(reason)
                 if text is None:
-                    text = self._keep(list(tenancy.participant.ranks))
+                    ranks = tenancy.participant.ranks
+                    text = next(filter(None, map(self._lack, ranks)), None)
                 self._results[key.job] = Result(at_unix=self.clock(), reason=text)
-        while len(self._results) > MAX_KINDS:
+        while len(self._results) > _MAX_RESULTS:
             del self._results[next(iter(self._results))]
 
-    def _keep(self, processes: list[ProcessId]) -> str | None:
-        """Keep the kinds of a job's ranks, or say which of them did not come back whole."""
-        for process in processes:
-            measured = self._measured.get(process, Measured())
-            if not measured.is_whole:
-                return (
-                    f"process {process.pid} had {measured.before_bytes:,} bytes on its devices, "
-                    f"and came back with {measured.back_bytes:,}"
-                )
-        for process in processes:
-            if (kind := self._kind_of.get(process)) is not None:
-                look = self._looks.get(process)
-                program = look.program if look is not None else ""
-                self._kinds.pop(kind, None)
-                self._kinds[kind] = {"program": program, **self._facts(process)}
-        while len(self._kinds) > MAX_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        with contextlib.suppress(OSError):  # what is not kept is tried anew after a restart
-            write_atomically(self.path, self._kinds)
-        return None
+    def _lack(self, process: ProcessId) -> str | None:
+        trip = self._trips.get(process)
+        return None if trip is None or trip.is_whole else self._keep(process, trip)
 
     # --- what is told -------------------------------------------------------------------------
 
@@ -190,16 +256,24 @@ class Qualifying:
         moving = [t for t in tenancies if t.coordinator.qualifies and not t.coordinator.stable]
         result = self._results.get(job)
         ranks = [process for tenancy in tenancies for process in tenancy.participant.ranks]
-        known = bool(ranks) and all(self._kind_of.get(p, "") in self._kinds for p in ranks)
-        state = "known" if known else "unknown"
+        kinds = [self._kind(process) for process in ranks]
+        state, reason = ("known" if ranks and None not in kinds else "unknown"), None
+        if (failed := next((k for k in kinds if k and k.failure is not None), None)) is not None:
+            state, reason = "refused", failed.failure
         if result is not None:
-            state = "qualified" if result.reason is None else "failed"
+            state, reason = ("qualified" if result.reason is None else "failed"), result.reason
         return {
             "state": "running" if moving else state,
             "at_unix": result.at_unix if result is not None else None,
-            "reason": result.reason if result is not None and not moving else None,
+            "reason": reason if not moving else None,
+            "switch_s": self._switch_s(tenancies),
             "ranks": [self._rank(process) for process in ranks],
         }
+
+    def _switch_s(self, tenancies: list[Tenancy]) -> float | None:
+        """Return what a switch of a job is expected to take here; None: nothing is known."""
+        expected = (self.machine.leasing.switch_s(tenancy) for tenancy in tenancies)
+        return max(expected, default=0.0) or None
 
     def _rank(self, process: ProcessId) -> Message:
         look = self._looks.get(process)
@@ -222,20 +296,5 @@ class Qualifying:
 
     def _facts(self, process: ProcessId) -> Message:
         """Return what was measured of a rank, or else of the latest one of its kind."""
-        measured = self._measured.get(process)
-        if measured is None or measured.out_s is None:
-            kept = self._kinds.get(self._kind_of.get(process, ""), {})
-            return {name: kept.get(name) for name in _MEASURES}
-        return {name: getattr(measured, name) for name in _MEASURES}
-
-
-_MEASURES: Final = ("way", "before_bytes", "out_bytes", "out_s", "in_s", "back_bytes")
-
-
-def _kind(process: ProcessId, look: Preflight, terms: str) -> str:
-    """Return a name for all ranks that are like this one, as far as that can be told."""
-    variables = environment(process.pid) or {}
-    count = next((variables[name] for name in _COUNTS if name in variables), "")
-    problems = [each.what for each in look.problems()]
-    words = [str(uid_of(process.pid)), look.program, count, terms, *problems]
-    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        measured = self._expected(process)
+        return {name: getattr(measured, name, None) for name in MEASURES}

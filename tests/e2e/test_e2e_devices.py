@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from harness import Host, MakeHost, RankError, own, until
 
+#: Jobs come back once before they first make room, as they do unless it is turned off.
+QUALIFIES = True
 LOST = "nvml:0 * * error:15"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from harness import Host, MakeHost, RankError, own, until
 
+#: Jobs come back once before they first make room, as they do unless it is turned off.
+QUALIFIES = True
+
 
 def test_a_freeze_that_takes_too_long_is_turned_back_and_tried_again(make_host: MakeHost) -> None:
     host = make_host(settings={"limits": {"freeze_timeout_s": 0.2}})

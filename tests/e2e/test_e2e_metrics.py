@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, Host, Settings, own, until
+from harness import LIMIT_S, Host, Settings, own, until, with_qualifying
 from harness import REPOSITORY as ROOT
 from raw_client import RawClient
 
@@ -51,7 +51,7 @@ def address() -> str:
 def host(softcuda_build: Path, address: str) -> Iterator[Host]:
     """A host on which two jobs took turns, and told of themselves."""
     settings: Settings = {"metrics": {"listen": address}, "history": {"sample_s": 1.0}}
-    host = Host(softcuda_build, settings=settings)
+    host = Host(softcuda_build, settings=with_qualifying(settings))
     host.start_daemon()
     one, two = host.trainer("one", mib=8), host.trainer("two", mib=8)
     for _ in range(3):

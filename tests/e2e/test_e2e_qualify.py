@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from alternating import STATE_MIB
-from harness import LIMIT_S, MIB, REPOSITORY, Host, MakeHost, Rank, Settings, own, until
+from harness import LIMIT_S, MIB, REPOSITORY, Host, MakeHost, Rank, own, until
 
-QUALIFY: Settings = {"limits": {"qualify": True}}
+#: Jobs come back once before they first make room, as they do unless it is turned off.
+QUALIFIES = True
 CYCLE = ["freeze", "snapshot", "restore", "thaw"]
 
 
 @pytest.fixture
 def first(make_host: MakeHost) -> tuple[Host, Rank]:
-    """A host on which jobs have to qualify, and a job with state on its device."""
-    host = make_host(settings=QUALIFY)
+    """A host, and a job with state on its device."""
+    host = make_host()
     return host, host.trainer("a", mib=STATE_MIB, seed=1)
 
 
@@ -103,6 +104,69 @@ def test_a_job_that_cannot_qualify_is_in_nobodys_way_or_keeps_its_devices_g11(
     else:
         assert host.states() == {rank.pid: "running"}
         assert rank.do("digest")
+
+
+def test_a_job_of_a_kind_that_could_not_come_back_stays_where_it_is_g11(
+    first: tuple[Host, Rank],
+) -> None:
+    host, rank = first
+    host.fault(f"restore {rank.pid} * error:801")
+    other = host.rank("b")
+    other.do("initialise", group="g1", mib=STATE_MIB, seed=2)
+    (faulted,) = host.events("faulted")
+    assert faulted["job"] == own("a")
+    # The next job of the same program is not even frozen, so it does not get lost as well.
+    digest = other.do("digest")
+    third = host.rank("c")
+    waiting = third.start("acquire", groups="g1", timeout=60)
+    (pinned,) = until(lambda: host.events("pinned"), "it is told")
+    assert pinned["job"] == own("b")
+    assert "another one of its kind left its devices and could not come back" in pinned["reason"]
+    assert "801" in pinned["reason"]
+    assert shown(host, "b")["state"] == "failed"
+    verbs = [each["verb"] for each in host.operations() if each["job"] == own("b")]
+    assert verbs == ["freeze"]
+    assert host.states()[other.pid] == "running"
+    # So it is after a restart, until somebody has seen one that does come back.
+    host.kill_daemon()
+    host.start_daemon()
+    until(lambda: other.pid in host.states(), "it is known")
+    assert other.do("digest") == digest
+    host.fault()
+    command = [sys.executable, "-m", "tsliced.ctl", "clear", "b"]
+    subprocess.run(command, cwd=REPOSITORY, env=host.variables(), timeout=LIMIT_S, check=True)
+    until(lambda: len(host.events("pinned")) == 2, "it is refused again")
+    tried = qualify(host, "b")
+    assert "stands still" in tried.stderr
+    third.kill()
+    subprocess.run(command, cwd=REPOSITORY, env=host.variables(), timeout=LIMIT_S, check=True)
+    done = qualify(host, "b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert other.do("digest") == digest
+    waits = host.rank("d")
+    waits.do("acquire", groups="g1", timeout=30)
+    assert host.states()[other.pid] == "parked"
+    del waiting
+
+
+def test_what_a_move_took_is_what_the_next_one_of_its_kind_is_expected_to_take(
+    first: tuple[Host, Rank],
+) -> None:
+    host, rank = first
+    other = host.rank("b")
+    other.do("initialise", group="g1", mib=STATE_MIB, seed=2)
+    (took,) = shown(host, "a")["ranks"]
+    until(lambda: shown(host, "b")["state"] == "known", "it is seen")
+    expected = shown(host, "b")
+    assert expected["switch_s"] >= took["out_s"] + took["in_s"]
+    (measured,) = expected["ranks"]
+    assert (measured["out_s"], measured["in_s"]) == (took["out_s"], took["in_s"])
+    # From its own first trip on its own counts.
+    rank.do("acquire", groups="g1", timeout=30)
+    rank.do("release")
+    other.do("acquire", groups="g1", timeout=30)
+    (own_trip,) = shown(host, "b")["ranks"]
+    assert (own_trip["out_s"], own_trip["in_s"]) != (took["out_s"], took["in_s"])
 
 
 def test_an_operator_has_an_idle_job_qualify_and_sees_what_it_takes(make_host: MakeHost) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from harness import Host, MakeHost, Rank, RankError, Settings, own, until
 
+#: Jobs come back once before they first make room, as they do unless it is turned off.
+QUALIFIES = True
 QUICK = {"retry_min_s": 0.05, "retry_max_s": 0.2}
 COURTEOUS: Settings = {"limits": {**QUICK, "idle_park_s": 0.5, "courtesy_turn_s": 1.0}}
 FREEZING: Settings = {

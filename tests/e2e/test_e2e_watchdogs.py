@@ -6,6 +6,8 @@ import pytest
 from harness import Host, MakeHost, Rank, own, until
 from raw_client import RawClient
 
+#: Jobs come back once before they first make room, as they do unless it is turned off.
+QUALIFIES = True
 LIMITED = {
     "limits": {
         "retry_min_s": 0.05,

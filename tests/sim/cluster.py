@@ -123,7 +123,7 @@ class Cluster:
         host = SimHost(
             host=name,
             groups=self.layout.of_host(name),
-            limits=replace(LIMITS, block=16, alone_s=self._alone_s),
+            limits=replace(LIMITS, block=16, alone_s=self._alone_s, qualify=self.seed % 2 == 0),
             seed=self.seed,
             full_checks=self.full_checks,
             pids=pids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hosts_lab import N1, N2, N3, HostWorld, Lab, device
 from simulated import job
@@ -16,8 +16,10 @@ from tsliced.core.model import CoreLimits, GroupName, HostName, JobKey, LeaseId,
 G, H = GroupName("g"), GroupName("h")
 A, B = job("a"), job("b")
 
-#: Numbers never run out, and nobody is let on for being parked long.
-LIMITS = CoreLimits(block=1 << 20, max_answers=4, max_evict_tries=3, idle_park_s=None)
+#: Numbers never run out, and nobody is let on for being parked long. Kinds are known.
+LIMITS = CoreLimits(
+    block=1 << 20, max_answers=4, max_evict_tries=3, idle_park_s=None, qualify=False
+)
 
 Groups = dict[GroupName, tuple[HostName, ...]]
 
@@ -33,13 +35,13 @@ class Scene:
     waiter: JobKey
 
 
-def switch(groups: Groups) -> Scene:
+def switch(groups: Groups, limits: CoreLimits = LIMITS) -> Scene:
     """Let a job give its groups back, for which another one waits that was parked for it.
 
     Both lease all groups, `a` at the first host and `b` at the second, and have a rank on each
     device.
     """
-    lab, wants = Lab(groups, limits=LIMITS), tuple(groups)
+    lab, wants = Lab(groups, limits=limits), tuple(groups)
     b = lab[N2].session(B)
     parked = lab[N2].acquire(b, *wants)
     lab.run()
@@ -119,5 +121,7 @@ def _of_ranks(name: str) -> dict[str, Act]:
 SCENES: dict[str, Callable[[], Scene]] = {
     "switch": lambda: switch({G: (N1, N2)}),
     "switch3": lambda: switch({G: (N1, N2, N3)}),
+    #: The one who leaves comes back before.
+    "first": lambda: switch({G: (N1, N2)}, replace(LIMITS, qualify=True)),
     "joint": lambda: switch({G: (N1,), H: (N2,)}),
 }

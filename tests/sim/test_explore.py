@@ -47,6 +47,15 @@ def test_g1_whatever_goes_wrong_once_with_a_lease_over_two_arbiters_ends_well(ki
     assert search.complete
 
 
+@pytest.mark.parametrize("kind", ["failures", "clocks"])
+def test_g1_whatever_goes_wrong_once_while_a_job_comes_back_before_it_makes_room_ends_well(
+    kind: str,
+) -> None:
+    search = Search(SCENES["first"](), Budget(**{kind: 1}))
+    assert not found_in(search)
+    assert search.complete
+
+
 def test_g1_three_hosts_switch_in_any_order() -> None:
     search = Search(SCENES["switch3"](), Budget())
     assert not found_in(search)

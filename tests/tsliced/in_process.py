@@ -322,7 +322,8 @@ async def inside(
     config = MachineConfig(
         host=HOST,
         groups=groups,
-        limits=limits or CoreLimits(retry_min_s=0.01, retry_max_s=0.05, max_evict_tries=3),
+        limits=limits
+        or CoreLimits(retry_min_s=0.01, retry_max_s=0.05, max_evict_tries=3, qualify=False),
         generation=journal.generation,
         ceiling=journal.ceiling,
     )

@@ -17,7 +17,6 @@ Safety rule: OFF is ordered only when all are FROZEN, ON only when all are RESTO
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -140,10 +139,10 @@ class Coordinator:
     reason: Reason | None = None
     #: It has been seen to leave its devices and to come back.
     qualified: bool = False
-    #: The move under way, or the latest one, is to see that.
+    #: The move under way, or the latest one, is to see that, ...
     qualifies: bool = False
-    #: Says whether others of the kind of all its ranks here were seen to do it.
-    is_known: Callable[[], bool] = lambda: False
+    #: ... whatever is known of its kind.
+    insists: bool = False
     #: Evicting was given up on; it stays until a rank is gone or an operator clears it.
     pinned: Reason | None = None
     #: When it was PINNED or BLOCKED.
@@ -171,7 +170,6 @@ class Coordinator:
     _was_parked: bool = False
     #: It was on when it was asked after: ranks may have come up that nobody has seen.
     _was_on: bool = False
-    _insists: bool = False
     _least_term: int = 0
 
     def __post_init__(self) -> None:
@@ -252,7 +250,7 @@ class Coordinator:
         derived_s = limits.quiesce_timeout_s + freezes_s + limits.barrier_margin_s
         self._barrier_s = limits.barrier_timeout_s or derived_s
         effects = self._begin(Place.FREEZING, now)
-        self.qualifies, self._insists = qualifies, insists
+        self.qualifies, self.insists = qualifies, insists
         return effects
 
     def admit(self, *, now: float, parked: bool) -> list[Effect]:
@@ -337,8 +335,9 @@ class Coordinator:
         if self.place is Place.ASKING:
             return self._decide(now)
         if self.place is Place.SNAPSHOTTING and self.qualifies:
-            # By now all ranks have been seen.
-            self.qualifies = self._insists or not self.is_known()
+            # By now all ranks have been seen, on each host.
+            untried = any(report.untried for report in self._reports.values())
+            self.qualifies = self.insists or untried
         if self.place is Place.SNAPSHOTTING and self.qualifies:
             self._was_parked = True
             return self._turn(Place.RESTORING, now)
@@ -473,8 +472,8 @@ class Coordinator:
             if off:
                 return [self._note("evicted", now), Evicted(tenancy=self.tenancy)]
             arrived = Admitted(tenancy=self.tenancy, restored=self._was_parked)
+            self.qualified |= self._was_parked
             if self.qualifies:
-                self.qualified = True
                 return [self._note("qualified", now), arrived]
             return [self._note("admitted", now), arrived]
         if reason is None:

@@ -332,9 +332,8 @@ class Granting(Clearing):
         return leaving
 
     def _clear_off(self, tenancy: Tenancy, round_: Round, now: float) -> None:
-        coordinator = tenancy.coordinator
         round_.moved = True
-        if not coordinator.stable or self._pausing(round_):
+        if not tenancy.coordinator.stable or self._pausing(round_):
             return
         if (obstacle := self._obstacle(tenancy)) is not None:
             self.tell_stalled(round_, tenancy.key.job, *obstacle)
@@ -343,8 +342,7 @@ class Granting(Clearing):
             self.spare_for(threat, tenancy, [round_])
             self._pause(round_, MAX_DOUBLINGS, now)
             return
-        qualifies = self.limits.qualify and not coordinator.qualified
-        self.out += self.tenancies.evict(tenancy.key, now=now, qualifies=qualifies)
+        self.out += self.tenancies.make_room(tenancy.key, now=now)
 
     def _obstacle(self, tenancy: Tenancy) -> tuple[Reason, str] | None:
         """Say why a tenancy in the way must stay, if it must, and what helps."""

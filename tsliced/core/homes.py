@@ -217,7 +217,6 @@ class Homes:
             links=self.links,
             lead=None if led_here else lead,
             place=place,
-            is_known=participant.is_known,
         )
         tenancy = Tenancy(key=key, lead=lead, coordinator=coordinator, participant=participant)
         self.all[key] = tenancy

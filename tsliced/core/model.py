@@ -195,6 +195,16 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What was seen of a process, or of others of its kind, before."""
+
+    #: They left devices and came back.
+    qualified: bool
+    #: What that takes for what it has on devices now; None: not known.
+    switch_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRank:
     """A process that a scan found to hold, or to be about to hold, device state."""
 
@@ -215,8 +225,8 @@ class FoundRank:
     state: RankState = RankState.RUNNING
     #: A freeze lets it end what it is at, for which the job's other ranks may have to run.
     drains: bool = False
-    #: Others of its kind were seen to leave devices and to come back.
-    qualified: bool = False
+    #: What was seen of its kind; None: nobody has looked.
+    earlier: Earlier | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +307,7 @@ class CoreLimits:
     heed_watchdogs: bool = True
     #: Before a job makes room for another one for the first time it leaves its devices and comes
     #: back, so that one that could not is found out while nobody else depends on it.
-    qualify: bool = False
+    qualify: bool = True
     #: A job that is parked and asks for nothing for so long is named; None: never.
     idle_park_s: float | None = 600.0
     #: Turn that it gets then, in case that it is blocked; 0: none.

@@ -203,7 +203,7 @@ class Participant:
                 state=found.state,
                 watchdog_s=found.watchdog_s,
                 drains=found.drains,
-                qualified=found.qualified,
+                earlier=found.earlier,
             )
             self.ranks[found.process] = rank
             return [rank.record(self.tenancy)]
@@ -212,7 +212,7 @@ class Participant:
             return []
         grown = not found.devices <= rank.devices
         rank.drains = found.drains or rank.drains
-        rank.qualified = found.qualified or rank.qualified
+        rank.earlier = found.earlier or rank.earlier
         rank.devices |= found.devices
         if found.device_bytes:
             rank.device_bytes, rank.bytes_on = found.device_bytes, found.bytes_on
@@ -230,9 +230,18 @@ class Participant:
         """Whether a rank is known whose memory must be assumed to be on a device."""
         return any(rank.state.holds_device for rank in self.ranks.values())
 
-    def is_known(self) -> bool:
-        """Return whether others of the kind of all its ranks were seen to leave and come back."""
-        return all(rank.qualified for rank in self.ranks.values())
+    @property
+    def switch_s(self) -> float | None:
+        """What a switch of all its ranks takes, by what others of their kinds took.
+
+        Those that share a device move one after the other.
+        """
+        by_device: dict[DeviceId, float] = {}
+        for rank in self.ranks.values():
+            if rank.earlier is not None and rank.earlier.switch_s is not None:
+                for device in rank.devices:
+                    by_device[device] = by_device.get(device, 0.0) + rank.earlier.switch_s
+        return max(by_device.values(), default=None)
 
     @property
     def owes_resume(self) -> bool:
@@ -511,6 +520,11 @@ class Participant:
             self._fail(Reason(cause=cause, text=f"{who} is on the devices"))
             return
 
+    def _is_untried(self) -> bool:
+        return any(
+            rank.earlier is None or not rank.earlier.qualified for rank in self.ranks.values()
+        )
+
     # --- small change -------------------------------------------------------------------------
 
     def _in_state(self, state: RankState) -> list[Rank]:
@@ -530,6 +544,7 @@ class Participant:
             stamp=order.stamp,
             failure=self._failure,
             states=states,
+            untried=order.goal is Goal.OFF and self._is_untried(),
         )
         return [self.answer]
 

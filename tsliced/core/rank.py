@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tsliced.core.actions import RankRecord
 from tsliced.core.events import OperationFinished
-from tsliced.core.model import DeviceId, Epoch, OpId, RankId, RankState, TenancyKey, Verb
+from tsliced.core.model import DeviceId, Earlier, Epoch, OpId, RankId, RankState, TenancyKey, Verb
 
 #: What a verb may be applied to. QUERY is for all.
 LEGAL_FROM = {
@@ -55,8 +55,8 @@ class Rank:
     watchdog_s: float | None = None
     #: It is frozen before those that do not: see `FoundRank`.
     drains: bool = False
-    #: Nobody need try whether it can leave and come back: see `FoundRank`.
-    qualified: bool = False
+    #: What was seen of its kind; None: nobody has looked.
+    earlier: Earlier | None = None
 
     @property
     def is_or_comes_on(self) -> bool:

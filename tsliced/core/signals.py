@@ -44,6 +44,8 @@ class Report:
     states: tuple[tuple[ProcessId, RankState], ...]
     #: Groups of the tenancy on which this host obeys somebody else.
     disowned: tuple[GroupName, ...] = ()
+    #: To OFF: a rank there is of a kind that nobody has seen leave and come back.
+    untried: bool = False
 
 
 @value

@@ -73,6 +73,17 @@ class Tenancies(Abroad):
     #: Jobs that another host's coordinator has moved all the way, or asked after.
     arrived: dict[JobKey, None] = field(default_factory=dict)
 
+    def make_room(self, key: TenancyKey, *, now: float) -> list[Effect]:
+        """Take a stable tenancy off for another one, or first have it show that it comes back.
+
+        Nobody is brought back beside others, so of several on the same devices nobody shows it now.
+        Nor where another host arbitrates: that would let somebody on as soon as it is off.
+        """
+        first = self.limits.qualify and not self.all[key].coordinator.qualified
+        is_ours = all(self.arbiter_of(group) == self.host for group in self.all[key].reach)
+        qualifies = first and is_ours and self.company_of(key) is None
+        return self.evict(key, now=now, qualifies=qualifies)
+
     def evict(
         self, key: TenancyKey, *, now: float, qualifies: bool = False, insists: bool = False
     ) -> list[Effect]:

@@ -84,8 +84,8 @@ class Watchdogs(Draining):
     is_orphaned: Callable[[JobKey], bool] = lambda _job: False
     #: By group: who held it for how long, the latest last.
     holds: dict[GroupName, deque[tuple[JobKey, float]]] = field(default_factory=dict)
-    #: By group: how long it took to move somebody off or on.
-    moves: dict[GroupName, deque[float]] = field(default_factory=dict)
+    #: By group: who was moved off or on, and how long it took.
+    moves: dict[GroupName, deque[tuple[JobKey, float]]] = field(default_factory=dict)
     #: Since when tenancies are without their devices; those that were warned of are left out.
     parked_at: dict[TenancyKey, float] = field(default_factory=dict)
     #: Tenancies that stay for their watchdogs, and what was last said of each.
@@ -108,11 +108,14 @@ class Watchdogs(Draining):
         self._forget_gone()
         if tenancy is None or not isinstance(outcome, (Evicted, Admitted)):
             return
-        parked = self._is_parked(tenancy)
-        began_at = tenancy.coordinator.began_at
+        parked, coordinator = self._is_parked(tenancy), tenancy.coordinator
+        began_at = coordinator.began_at
         if parked or (isinstance(outcome, Admitted) and outcome.restored):
+            # There and back at once counts as two of the same length.
+            took_s = (now - began_at) / (2 if coordinator.qualifies else 1)
             for group in key.groups:
-                self.moves.setdefault(group, deque(maxlen=MAX_MOVES)).append(now - began_at)
+                moves = self.moves.setdefault(group, deque(maxlen=MAX_MOVES))
+                moves.append((key.job, took_s))
         if parked:
             self.parked_at[key] = began_at
             self._set_clock(tenancy)
@@ -178,9 +181,19 @@ class Watchdogs(Draining):
         held = [s for group in groups for who, s in self.holds.get(group, ()) if who != job]
         if not held:
             return None
-        moves = (seconds for group in groups for seconds in self.moves.get(group, ()))
-        threat = Threat(watchdog=watchdog, hold_s=max(held), switch_s=2 * max(moves, default=0.0))
+        threat = Threat(watchdog=watchdog, hold_s=max(held), switch_s=self.switch_s(tenancy))
         return threat if threat.hold_s + threat.switch_s > watchdog.limit_s else None
+
+    def switch_s(self, tenancy: Tenancy) -> float:
+        """Return what it takes to move a tenancy off its groups and back; 0: nothing is known.
+
+        As long as it was not moved there itself, what others of its kind took counts, if more.
+        """
+        moves = [m for group in tenancy.key.groups for m in self.moves.get(group, ())]
+        seen_s = 2 * max((seconds for _, seconds in moves), default=0.0)
+        if any(job == tenancy.key.job for job, _ in moves):
+            return seen_s
+        return max(seen_s, tenancy.participant.switch_s or 0.0)
 
     def never_asked(self, job: JobKey) -> bool:
         """Whether a job is on devices though no client of it ever asked for them."""

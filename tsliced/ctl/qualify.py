@@ -18,14 +18,15 @@ _LOOK_S = 0.1
 _STATES = {
     "qualified": "it left its devices and came back",
     "known": "others of its kind left their devices and came back",
+    "refused": "another one of its kind could not come back",
     "failed": "it cannot share devices",
     "running": "it is being tried",
     "unknown": "it was not tried yet",
 }
 _DESCRIPTION = """\
 Has every rank of an idle job leave its devices and come back while nobody else depends on it, looks
-whether its memory went and is back, and measures both. With limits.qualify = true the daemon does
-so by itself before the job makes room for another one for the first time.
+whether its memory went and is back, and measures both. Unless limits.qualify is false the daemon
+does so by itself before a job makes room for another one for the first time.
 """
 
 
@@ -81,6 +82,8 @@ def qualification_lines(found: Message) -> list[str]:
     reason = f": {printable(found['reason'])}" if found["reason"] else ""
     lines = [f"qualification: {_STATES.get(found['state'], found['state'])}{reason}"]
     measured = [rank for rank in found["ranks"] if rank["out_s"] is not None]
+    if (switch_s := found.get("switch_s")) is not None:
+        lines.append(f"to leave and to come back takes about {duration(switch_s)}")
     rows = [
         [
             str(rank["pid"]),

@@ -52,6 +52,8 @@ class _Move:
     began_at: float
     #: The target's memory at the beginning.
     resident_bytes: int
+    #: How long others of its kind took for as much; None: not known.
+    expected_s: float | None
 
 
 @dataclass(slots=True)
@@ -65,8 +67,14 @@ class Moves:
     _moves: dict[ProcessId, _Move] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def watch(self, process: ProcessId, verb: Verb, total_bytes: int) -> Iterator[None]:
-        """Follow an operation that runs inside of the ``with``."""
+    def watch(
+        self, process: ProcessId, verb: Verb, total_bytes: int, expected_s: float | None = None
+    ) -> Iterator[None]:
+        """Follow an operation that runs inside of the ``with``.
+
+        `expected_s`: how long earlier moves of the process, or of others of its kind, took for as
+        much. It counts before the pace of all that was ever moved.
+        """
         if verb not in MOVING:
             yield
             return
@@ -75,6 +83,7 @@ class Moves:
             total_bytes=total_bytes,
             began_at=self.clock(),
             resident_bytes=self._resident_bytes(process),
+            expected_s=expected_s,
         )
         try:
             yield
@@ -110,7 +119,7 @@ class Moves:
         moved = abs(self._resident_bytes(process) - move.resident_bytes)
         # Less than this may be anything that the process does for itself.
         measured = seconds >= _EARLY_S and moved >= max(_LEAST_BYTES, move.total_bytes // 100)
-        pace = moved / seconds if measured else self.paces.get(move.verb)
+        pace = moved / seconds if measured else self._expected_pace(move)
         if not measured:
             moved = int(pace * seconds) if pace is not None else 0
         return Progress(
@@ -121,6 +130,11 @@ class Moves:
             bytes_per_s=pace,
             measured=measured,
         )
+
+    def _expected_pace(self, move: _Move) -> float | None:
+        if move.expected_s:
+            return move.total_bytes / move.expected_s
+        return self.paces.get(move.verb)
 
     def _resident_bytes(self, process: ProcessId) -> int:
         """Return the memory of a process that is resident; 0 if it is gone or hidden."""

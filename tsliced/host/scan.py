@@ -17,6 +17,7 @@ from tsliced.core.actions import ScanGroups
 from tsliced.core.model import (
     Cause,
     DeviceId,
+    Earlier,
     FoundRank,
     GroupConfig,
     GroupName,
@@ -65,8 +66,8 @@ class Scanner:
         self._devices = devices
         self._membership = membership
         self._backend = backend
-        #: Says whether others of a process's kind were seen to leave devices and to come back.
-        self.knows: Callable[[ProcessId], Awaitable[bool]] | None = None
+        #: Says what was seen of a rank, or of others of its kind.
+        self.recall: Callable[[FoundRank], Awaitable[Earlier | None]] | None = None
         self._registered: dict[ProcessId, tuple[JobKey, frozenset[GroupName]]] = {}
         #: The latest readings, for those who show them.
         self.readings: dict[DeviceId, DeviceReading] = {}
@@ -124,11 +125,14 @@ class Scanner:
         if found.job is None:
             return found
         self._backend.belongs(found.process, found.job)
-        return replace(
-            found,
-            drains=await self._backend.drains(found.process),
-            qualified=self.knows is not None and await self.knows(found.process),
-        )
+        drains = await self._backend.drains(found.process)
+        return replace(await self._recalled(found), drains=drains)
+
+    async def _recalled(self, found: FoundRank) -> FoundRank:
+        """Return a rank with what is known of its kind."""
+        if found.job is None or self.recall is None:
+            return found
+        return replace(found, earlier=await self.recall(found))
 
     async def forgotten(
         self, tenancy: TenancyKey, known: Collection[ProcessId], *, host: HostName
@@ -220,7 +224,7 @@ class Scanner:
             # The others are looked at all the same.
             lost = cause.lost
             readings = self._keep(cause.readings, utilization=True)
-        return self._look_at(readings), lost
+        return tuple([await self._recalled(each) for each in self._look_at(readings)]), lost
 
     def _look_at(self, readings: Mapping[DeviceId, DeviceReading]) -> tuple[FoundRank, ...]:
         try:

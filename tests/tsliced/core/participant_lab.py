@@ -19,6 +19,7 @@ from tsliced.core.events import GroupsScanned, HooksRun, MemoryReserved, Operati
 from tsliced.core.model import (
     Counter,
     DeviceId,
+    Earlier,
     FoundRank,
     Goal,
     JobKey,
@@ -41,6 +42,8 @@ KEY = TenancyKey(job("a"), (G1,))
 P1, P2, P3 = (ProcessId(pid, 1) for pid in (1, 2, 3))
 RUNNING, FROZEN, PARKED = RankState.RUNNING, RankState.FROZEN, RankState.PARKED
 SESSION = SessionId("s")
+#: Others like it were seen to leave and to come back.
+TRIED = Earlier(qualified=True)
 
 
 def found(
@@ -56,6 +59,7 @@ def found(
         device_bytes=device_bytes,
         uid=1000,
         name="python",
+        earlier=TRIED,
     )
 
 
@@ -83,6 +87,7 @@ class Lab:
             device_bytes=100,
             state=state,
             parked_bytes=90 if state is PARKED else 0,
+            earlier=TRIED,
         )
         return process
 

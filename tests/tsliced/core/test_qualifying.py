@@ -5,15 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hosts_lab import N1, N2, Lab, ask, device, held, hold, pair, release, states
 from world import D1, D2, G1, G2, HOST, LIMITS, World, failure, job
 
 from tsliced.core.actions import StartOperation
 from tsliced.core.coordinator import Place
 from tsliced.core.events import QualifyRequested
-from tsliced.core.model import Cause, LeaseId, ProcessId, RankId, RankState, Reason, Verb
+from tsliced.core.model import (
+    Cause,
+    GroupName,
+    HostName,
+    LeaseId,
+    ProcessId,
+    RankId,
+    RankState,
+    Reason,
+    Verb,
+)
 from tsliced.core.tenancy import Tenancy
 
-A, B = job("a"), job("b")
+A, B, C = job("a"), job("b"), job("c")
 RUNNING, PARKED = RankState.RUNNING, RankState.PARKED
 FIRST = replace(LIMITS, qualify=True)
 
@@ -80,6 +91,42 @@ def test_a_job_whose_kind_is_known_to_come_back_need_not_show_it() -> None:
     assert world.held(lease)
     assert verbs(world) == ["freeze", "snapshot"]
     assert world.notes("qualified") == []
+
+
+def test_a_job_that_came_back_with_its_turn_need_not_show_it_any_more() -> None:
+    world = World(limits=FIRST, known_kind=True)
+    _, lease = sharing(world)
+    again = world.acquire(world.session(A))
+    world.release(lease)
+    assert world.held(again)
+    assert tenancy_of(world).coordinator.qualified
+    # Whatever is known of its kind from now on.
+    world.known_kind = False
+    world.look()
+    other = world.acquire(world.session(B))
+    world.release(again)
+    assert world.held(other)
+    assert world.notes("qualified") == []
+
+
+def test_jobs_that_are_on_a_device_together_are_not_brought_back_beside_each_other_g1() -> None:
+    world = World(limits=FIRST)
+    ranks = [world.context(owner, D1) for owner in (A, C)]
+    world.look()
+    assert world.held(world.acquire(world.session(B)))
+    assert [world.state(rank) for rank in ranks] == [PARKED, PARKED]
+    assert Verb.RESTORE.value not in verbs(world)
+
+
+def test_what_an_operator_has_parked_is_not_brought_back_first() -> None:
+    world = World(limits=FIRST)
+    lease = world.acquire(world.session(A))
+    world.context(A, D1)
+    world.look()
+    world.release(lease)
+    world.over.clear()
+    world.drain(G1, park=True)
+    assert verbs(world) == ["freeze", "snapshot"]
 
 
 def test_a_job_that_cannot_leave_is_pinned_as_ever() -> None:
@@ -182,3 +229,49 @@ def test_a_daemon_that_is_killed_meanwhile_begins_anew_g8() -> None:
     world.run()
     assert world.held(lease)
     assert world.state(rank) is PARKED
+
+
+# ---- over several hosts
+
+
+def switched(known: dict[HostName, bool]) -> tuple[Lab, list[RankState]]:
+    """Let a job make room that has a rank on two hosts, of kinds that are known there or not."""
+    lab = pair(FIRST)
+    for host, is_known in known.items():
+        lab[host].known_kind = is_known
+    lease, ranks = hold(lab, "a")
+    release(lab, lease)
+    assert held(lab, ask(lab, "b", N2), N2)
+    return lab, states(lab, ranks)
+
+
+@pytest.mark.parametrize("unknown", [(), (N1,), (N2,)], ids=["none", "here", "elsewhere"])
+def test_a_kind_that_is_unknown_on_any_host_is_tried_on_all_of_them(
+    unknown: tuple[HostName, ...],
+) -> None:
+    lab, after = switched({host: host not in unknown for host in (N1, N2)})
+    assert after == [PARKED, PARKED]
+    for host in (N1, N2):
+        cycle = [*CYCLE, "freeze", "snapshot"]
+        assert verbs(lab[host]) == (cycle if unknown else ["freeze", "snapshot"])
+    assert len(lab[N1].notes("qualified")) == bool(unknown)
+
+
+@pytest.mark.parametrize("wanted", ["first", "second"])
+def test_what_another_host_arbitrates_a_part_of_leaves_at_once(wanted: str) -> None:
+    first, second = GroupName("first"), GroupName("second")
+    lab = Lab({first: (N1, N2), second: (N2, N1)}, FIRST)
+    lease = lab[N1].acquire(lab[N1].session(A), first, second)
+    lab.run()
+    rank = lab[N1].context(A, device(N1, first), device(N1, second))
+    lab[N1].look()
+    lab.run()
+    lab[N1].release(lease)
+    lab.run()
+    lab[N1].over.clear()
+    at = N1 if wanted == "first" else N2
+    other = lab[at].acquire(lab[at].session(B), GroupName(wanted))
+    lab.run()
+    assert held(lab, other, at)
+    assert lab[N1].state(rank) is PARKED
+    assert verbs(lab[N1]) == ["freeze", "snapshot"]

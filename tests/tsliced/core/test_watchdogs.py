@@ -9,8 +9,17 @@ from stories import ON_G1, A, B, C, resident
 from world import D1, D2, G1, G2, LIMITS, World
 
 from tsliced.core.actions import NOTHING, TellLost, TellStalled, TellWarning
-from tsliced.core.events import GroupsObserved, WatchdogTold
-from tsliced.core.model import Cause, JobKey, LeaseId, ProcessId, RankState, SessionId
+from tsliced.core.events import GroupsObserved, QualifyRequested, WatchdogTold
+from tsliced.core.model import (
+    Cause,
+    DeviceId,
+    Earlier,
+    JobKey,
+    LeaseId,
+    ProcessId,
+    RankState,
+    SessionId,
+)
 from tsliced.core.watchdogs import MIN_HOLD_S, NEAR
 
 HELD_S = 50.0
@@ -114,6 +123,53 @@ def test_the_time_that_moving_takes_counts_too() -> None:
     assert world.waits(waiter)
     (note,) = world.notes("pause_refused")
     assert (note.facts["hold_s"], note.facts["switch_s"]) == (5.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected_s"), [((D1, D1), 40.0), ((D1, D2), 20.0)], ids=["shared", "apart"]
+)
+def test_until_a_job_was_moved_itself_what_others_of_its_kind_took_counts(
+    devices: tuple[DeviceId, DeviceId], expected_s: float
+) -> None:
+    world = World(limits=HOLD)
+    others_hold(world, 5.0)
+    session = world.session(A)
+    lease = world.acquire(session, G1, G2)
+    for device, pid in zip(devices, (world.process_of(session).pid, None), strict=True):
+        world.context(A, device, pid=pid)
+    earlier = Earlier(qualified=True, switch_s=20.0)
+    found = world.found(frozenset({D1, D2}))
+    seen = tuple(dataclasses.replace(process, earlier=earlier) for process in found)
+    world.feed(GroupsObserved(found=seen))
+    tell(world, session, 24.0)
+    waiter = world.acquire(world.session(B))
+    world.pass_time(15.0)
+    assert world.waits(waiter)
+    (note,) = world.notes("pause_refused")
+    assert (note.facts["hold_s"], note.facts["switch_s"]) == (5.0, expected_s)
+    # From its first move on its own counts, which take no time here.
+    tell(world, session, None)
+    world.pass_time(30.0)
+    assert world.held(waiter)
+    again = world.acquire(session, G1, G2)
+    world.release(waiter)
+    assert world.held(again)
+    assert not world.held(lease)
+    (tenancy,) = world.machine.tenancies.tenancies_of(A)
+    assert world.machine.leasing.switch_s(tenancy) == 0.0
+
+
+def test_there_and_back_at_once_counts_as_two_moves() -> None:
+    world = World(limits=dataclasses.replace(LIMITS, qualify=True))
+    _, ranks = resident(world)
+    world.auto = False
+    world.feed(QualifyRequested(job=A))
+    world.pass_time(20.0)
+    world.auto = True
+    world.run()
+    assert world.state(ranks[0]) is RankState.RUNNING
+    (tenancy,) = world.machine.tenancies.tenancies_of(A)
+    assert world.machine.leasing.switch_s(tenancy) == 20.0
 
 
 def test_a_part_of_the_job_elsewhere_is_no_reason() -> None:

@@ -66,6 +66,17 @@ def test_where_nothing_shows_the_pace_of_earlier_moves_has_to_do(machine: Machin
         assert machine.progress().done_bytes == 99 * MIB, "what is not over is not all"
 
 
+def test_what_others_of_its_kind_took_counts_before_what_anybody_took(machine: Machine) -> None:
+    machine.moves.learn(Verb.SNAPSHOT, 100 * MIB, 1.0)
+    with machine.moves.watch(TARGET, Verb.SNAPSHOT, 100 * MIB, 20.0):
+        machine.now += 2.0
+        found = machine.progress()
+        assert (found.done_bytes, found.bytes_per_s) == (10 * MIB, 5 * MIB)
+        assert not found.measured
+        machine.set_resident(90 * MIB)
+        assert machine.progress().measured, "what is seen counts before both"
+
+
 def test_what_shrinks_is_a_restore(machine: Machine) -> None:
     with machine.moves.watch(TARGET, Verb.RESTORE, 40 * MIB):
         machine.now += 1.0
