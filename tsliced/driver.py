@@ -476,7 +476,7 @@ class Driver:
             outcome = replace(outcome, failure=failure)
         on_devices = None
         if failure is None and qualifying.wants_to_see(process, action.verb):
-            on_devices = await backend.context.measure(process)
+            on_devices = await qualifying.see(process, backend.context.measure)
         way = backend.way_of(process)
         lack = qualifying.on_operation(
             action.rank, action.verb, outcome, way=way, on_devices=on_devices

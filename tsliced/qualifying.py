@@ -32,10 +32,13 @@ from tsliced.core.model import (
 )
 from tsliced.core.rank import Rank
 from tsliced.core.tenancy import Tenancy
-from tsliced.host.backends.base import Outcome
+from tsliced.host.backends.base import Measure, Outcome
 from tsliced.host.kinds import MEASURES, Kind, Kinds, Measured, name_of, shape_of
 from tsliced.host.preflight import HostFacts, Preflight, examine
 
+#: For so long NVML may not show yet what has come back, seconds.
+_LAG_S: Final = 0.5
+_POLL_S: Final = 0.05
 #: Jobs of which it is kept how their latest try ended.
 _MAX_RESULTS: Final = 1000
 
@@ -163,6 +166,19 @@ class Qualifying:
         tenancy, kind = self._tenancy_of(process), self._kind(process)
         qualifies = tenancy is not None and tenancy.coordinator.qualifies
         return qualifies or kind is None or kind.failure is not None
+
+    async def see(self, process: ProcessId, measure: Measure) -> Mapping[DeviceId, int] | None:
+        """Return what a rank that was thawed has on its devices; None: NVML does not say.
+
+        NVML lags: what is missing is waited for a moment.
+        """
+        loop = asyncio.get_running_loop()
+        end, before = loop.time() + _LAG_S, self._under_way[process].before_bytes
+        while True:
+            on_devices = await measure(process)
+            if on_devices is None or sum(on_devices.values()) >= before or loop.time() > end:
+                return on_devices
+            await asyncio.sleep(_POLL_S)
 
     def on_operation(
         self,

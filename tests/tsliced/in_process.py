@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from tsliced.config.ways import Ways
 from tsliced.core.actions import ClientAction, Grant, Refuse, RunHooks
 from tsliced.core.events import AcquireRequested, ReleaseRequested, SessionOpened, Started
 from tsliced.core.machine import Machine, MachineConfig
@@ -42,12 +43,15 @@ from tsliced.driver import Driver, Surroundings
 from tsliced.host.backends.base import Backend, BackendContext, Outcome
 from tsliced.host.devices import DeviceProcess, DeviceReading, DevicesError
 from tsliced.host.journal import Journal, JournalLimits
+from tsliced.host.kinds import Kinds
 from tsliced.host.membership import Membership
 from tsliced.host.memory import DeviceLedger, DramLedger, HostMemory, SnapshotMargin
+from tsliced.host.preflight import HostFacts
 from tsliced.host.processes import identify
 from tsliced.host.ray import RayMargin
 from tsliced.host.scan import Scanner
 from tsliced.log import Log
+from tsliced.qualifying import Qualifying
 from tsliced.reserving import Ledgers
 
 LIMIT_S = 20.0
@@ -153,7 +157,7 @@ class FakeBackend(Backend):
     """Moves state between the fake devices and a table of what is parked."""
 
     def __init__(self, devices: FakeDevices, directory: Path) -> None:
-        super().__init__(BackendContext(directory=directory))
+        super().__init__(BackendContext(directory=directory, measure=self.measure))
         self.devices = devices
         self.states: dict[ProcessId, RankState] = {}
         self.parked: dict[ProcessId, dict[DeviceId, int]] = {}
@@ -167,6 +171,12 @@ class FakeBackend(Backend):
         self.gate = asyncio.Event()
         self.gate.set()
         self.counts_bytes = False
+        #: What of each restored process does not come back.
+        self.lost_bytes = 0
+
+    async def measure(self, process: ProcessId) -> dict[DeviceId, int] | None:
+        used = self.devices.used.items()
+        return {uuid: by[process.pid] or 0 for uuid, by in used if process.pid in by}
 
     def prepare(self, process: ProcessId) -> None:
         self.prepared.add(process)
@@ -192,7 +202,7 @@ class FakeBackend(Backend):
         outcome = await self._do("restore", rank, RankState.FROZEN)
         if outcome.failure is None:
             for device, count in self.parked.pop(rank.process).items():
-                self.devices.put(rank.process, count, device)
+                self.devices.put(rank.process, count - self.lost_bytes, device)
         return outcome
 
     async def thaw(self, rank: RankId) -> Outcome:
@@ -305,6 +315,24 @@ class Inside:
         )
 
 
+def _ledgers() -> Ledgers:
+    return Ledgers(
+        host=DramLedger(HostMemory()),
+        ray=RayMargin(HostMemory(), when="never", ratio=0.0),
+        device=DeviceLedger(),
+        margin=SnapshotMargin(ratio=0.0, bytes=0),
+    )
+
+
+def _qualifying(machine: Machine, directory: Path) -> Qualifying:
+    return Qualifying(
+        machine=machine,
+        kinds=Kinds(directory / "kinds.json"),
+        ways=Ways(default=(("fake",),)),
+        facts=HostFacts(driver="580.95.05"),
+    )
+
+
 @asynccontextmanager
 async def inside(
     directory: Path,
@@ -330,23 +358,22 @@ async def inside(
     machine = Machine(config, random=Random(0), full_checks=True)
     recover(machine, journal.load(), now=time.monotonic())
     stream, broken = io.StringIO(), asyncio.Event()
+    qualifying = _qualifying(machine, directory)
+    # The stand-in has the one method that a scanner needs.
+    scanner = Scanner(groups, devices, membership, backend)  # type: ignore[arg-type]
+    scanner.recall = qualifying.recall
     try:
         async with asyncio.TaskGroup() as tasks:
             around = Surroundings(
                 journal=journal,
                 history=journal.open_history(1000),
                 backend=backend,
-                # The stand-in has the one method that a scanner needs.
-                scanner=Scanner(groups, devices, membership, backend),  # type: ignore[arg-type]
+                scanner=scanner,
                 membership=membership,
-                ledgers=Ledgers(
-                    host=DramLedger(HostMemory()),
-                    ray=RayMargin(HostMemory(), when="never", ratio=0.0),
-                    device=DeviceLedger(),
-                    margin=SnapshotMargin(ratio=0.0, bytes=0),
-                ),
+                ledgers=_ledgers(),
                 log=Log(log_level, stream=stream),
                 tasks=tasks,
+                qualifying=qualifying,
             )
             driver = Driver(machine, around, on_broken=broken.set)
             clients = FakeClients()
