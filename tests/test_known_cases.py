@@ -14,7 +14,7 @@ PAGE = TESTS.parent / "docs" / "known-cases.md"
 CASES = [
     *(f"B{number}" for number in range(1, 29)),
     *"abcefghijklmn",
-    *(f"E{number}" for number in range(1, 11)),
+    *(f"E{number}" for number in range(1, 12)),
 ]
 ROW = re.compile(r"^\| (\w+) \| (.+) \| (.+) \|$")
 NAMED = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")

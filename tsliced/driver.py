@@ -73,6 +73,8 @@ from tsliced.reserving import Ledgers, Reserving
 _PERHAPS_THE_JOBS: Final = frozenset(
     {Cause.DRIVER, Cause.UNSUPPORTED, Cause.FAILED, Cause.NOT_FREED, Cause.FREEZE_TIMEOUT}
 )
+#: Ways on which the driver moves all.
+_DRIVERS_OWN: Final = ("cuda", "cli")
 _MOVES: Final = (Verb.FREEZE, Verb.SNAPSHOT, Verb.RESTORE)
 
 
@@ -470,7 +472,10 @@ class Driver:
         """Take down how an operation went, and return why it failed, with what may help."""
         backend, process, failure = self.around.backend, action.rank.process, outcome.failure
         if failure is not None and action.verb in _MOVES and failure.cause in _PERHAPS_THE_JOBS:
-            advice = (await qualifying.look(process)).advice()
+            # Who goes a way of its own already is not helped by that.
+            alone = (backend.way_of(process) or "cuda") in _DRIVERS_OWN
+            proposes = alone and failure.cause is Cause.UNSUPPORTED
+            advice = (await qualifying.look(process)).advice(proposes=proposes)
             text = failure.text if advice is None else f"{failure.text}; {advice}"
             failure = replace(failure, text=text)
             outcome = replace(outcome, failure=failure)

@@ -100,11 +100,14 @@ class Preflight:
         """Return what the driver is known not to move."""
         return [each for each in self.findings if each.verdict is Verdict.PROBLEM]
 
-    def advice(self) -> str | None:
-        """Return the problems with their remedies, and what else would do; None: no problem."""
+    def advice(self, *, proposes: bool = False) -> str | None:
+        """Return the problems with their remedies, and what else would do; None: no problem.
+
+        `proposes`: also without a problem, since the driver cannot move it all the same.
+        """
         found = [f"{each.text}: {each.remedy}" for each in self.problems()]
-        if found and self.proposal is not None:
-            found.append(f"or {self.proposal}")
+        if self.proposal is not None and (found or proposes):
+            found.append(f"or {self.proposal}" if found else self.proposal)
         return "; ".join(found) or None
 
 

@@ -216,7 +216,16 @@ def test_what_could_be_moved_without_the_driver_is_proposed(
 
 def test_advice_ends_with_what_else_would_do(tmp_path: Path) -> None:
     maps = "libnccl.so.2 /torch/lib/libtorch.so"
-    assert "ts.torch.manage" in (look(tmp_path, maps=maps).advice() or "")
+    assert "or let it move its own tensors" in (look(tmp_path, maps=maps).advice() or "")
+
+
+def test_what_else_would_do_is_said_without_a_problem_only_if_the_driver_cannot(
+    tmp_path: Path,
+) -> None:
+    found = look(tmp_path, maps="/torch/lib/libtorch.so")
+    assert found.problems() == []
+    assert found.advice() is None
+    assert (found.advice(proposes=True) or "").startswith("let it move its own tensors")
 
 
 def test_a_process_that_lives_and_one_that_is_gone_are_looked_at() -> None:
