@@ -297,7 +297,7 @@ class Site:
         """Puts the product's own hooks in place, told where this site's daemons and devices are."""
         directory = self.root / "bin"
         directory.mkdir()
-        _write_script(
+        write_script(
             directory / "tslicectl",
             f"export PYTHONPATH={self.root}/repository:{self.root}/packages",
             f'exec {PYTHON} -m tsliced.ctl "$@"',
@@ -318,7 +318,7 @@ class Site:
                 f"export PATH={directory}:{PATH} SLURM_CONF={self.root}/slurm.conf",
                 f"exec {self.root}/repository/systemd/slurm/{hook}",
             ]
-            _write_script(self.root / hook, *lines)
+            write_script(self.root / hook, *lines)
 
     def start_slurmctld(self) -> None:
         """Starts the controller, with whatever state it has."""
@@ -345,6 +345,23 @@ class Site:
         """Returns what Slurm knows of a job."""
         text = self.run("scontrol", "show", "job", "-o", job).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def place_for_all(self) -> Path:
+        """Returns an empty directory in which all users may write."""
+        place = self.root / "out"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        place.chmod(0o777)
+        return place
+
+    def pids_of_jobs(self) -> list[int]:
+        """Returns all processes in Slurm's cgroups of jobs, which none can leave by itself."""
+        found: list[int] = []
+        for file in self._cgroup.rglob("cgroup.procs"):
+            if "/job_" in str(file):
+                with suppress(OSError):  # it has ended meanwhile
+                    found += map(int, file.read_text().split())
+        return found
 
     def cgroup_of_no_job(self) -> Path:
         """Returns a directory of the freezer that Slurm knows nothing of."""
@@ -421,7 +438,8 @@ def _end(pid_file: Path, number: signal.Signals) -> None:
     pid_file.unlink(missing_ok=True)
 
 
-def _write_script(path: Path, *lines: str) -> None:
+def write_script(path: Path, *lines: str) -> None:
+    """Writes a shell script that everybody may run."""
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     path.chmod(0o755)
 

@@ -65,8 +65,6 @@ def test_a_parked_job_is_cancelled_and_leaves_nothing(site: Site) -> None:
 
 def save_at_sigterm(rank: SlurmRank, file: Path) -> None:
     """Has SIGTERM copy the state of a rank from its device into a file."""
-    file.parent.mkdir(mode=0o777, exist_ok=True)
-    file.parent.chmod(0o777)
     rank.do("save_at_sigterm", file=str(file))
 
 
@@ -76,7 +74,7 @@ def test_a_parked_job_that_saves_when_it_is_cancelled_gets_its_turn_for_it(site:
     expected = pair.rank.do("acquire", timeout=60) and pair.rank.do("digest")
     pair.rank.do("release")
     pair.holding.do("acquire", timeout=60)
-    saved = site.root / "out" / "saved"
+    saved = site.place_for_all() / "saved"
     save_at_sigterm(pair.rank, saved)
     pair.parked.cancel()
     pair.wait_for_event("turn_queued", "it waits for a turn")
@@ -91,7 +89,7 @@ def test_a_parked_job_that_saves_when_it_is_cancelled_gets_its_turn_for_it(site:
 
 def test_a_parked_job_that_gets_no_turn_in_time_is_killed_as_slurm_says(site: Site) -> None:
     pair = Pair(site)
-    saved = site.root / "out" / "saved"
+    saved = site.place_for_all() / "saved"
     save_at_sigterm(pair.rank, saved)
     began = time.monotonic()
     pair.parked.cancel()
@@ -104,7 +102,7 @@ def test_a_parked_job_that_gets_no_turn_in_time_is_killed_as_slurm_says(site: Si
 
 def test_the_time_limit_ends_a_parked_job_and_lets_it_save_first(site: Site) -> None:
     pair = Pair(site)
-    saved = site.root / "out" / "saved"
+    saved = site.place_for_all() / "saved"
     save_at_sigterm(pair.rank, saved)
     # Slurm counts in minutes, and looks twice in each.
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 2))

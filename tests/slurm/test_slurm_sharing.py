@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from harness import until
 from slurm_jobs import Job, SlurmRank, allocate, submit
@@ -121,12 +120,8 @@ def test_tasks_are_told_socket_job_and_groups_and_keep_what_their_user_has_set(s
     job.end()
 
 
-def test_a_batch_script_is_told_too_and_the_command_line_knows_its_job(
-    site: Site, tmp_path: Path
-) -> None:
-    out = site.root / "out"
-    out.mkdir(mode=0o777, exist_ok=True)
-    out.chmod(0o777)
+def test_a_batch_script_is_told_too_and_the_command_line_knows_its_job(site: Site) -> None:
+    out = site.place_for_all()
     script = "tslicectl acquire --json && tslicectl show job $SLURM_JOB_ID"
     job = submit(site, "bob", f"--output={out}/%j", "--wrap", script)
     job.wait_for("COMPLETED")
