@@ -55,6 +55,7 @@ from tsliced.log import Log
 from tsliced.neighbours import Neighbourhood
 from tsliced.net.allotment import Allotment
 from tsliced.net.authority import Authority
+from tsliced.net.commenting import Commenting
 from tsliced.net.connection import Connection
 from tsliced.net.enrolment import Enrolment
 from tsliced.net.histories import Histories
@@ -486,13 +487,24 @@ class Daemon:
             membership=around.membership,
             enrolment=Enrolment(driver, authority, around.membership, around.scanner),
             operations=Operations(driver, authority, details),
-            allotment=Allotment(driver, authority, allocations, details),
+            allotment=self._make_allotment(driver, authority, allocations, details),
             status=status,
             shares=shares,
             vault=self.notifier,
             told=told,
             peers=peers,
         )
+
+    def _make_allotment(
+        self, driver: Driver, authority: Authority, allocations: Allocations, details: Details
+    ) -> Allotment:
+        commenting = Commenting(
+            driver,
+            allocations,
+            socket=self.config.daemon.socket,
+            interval_s=lambda: self.config.slurm.comment_s,
+        )
+        return Allotment(driver, authority, allocations, details, commenting=commenting)
 
     def _make_access(self, inventory: tuple[Device, ...]) -> DeviceAccess | None:
         mode = self.config.authority.device_cgroup

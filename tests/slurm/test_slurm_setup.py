@@ -186,6 +186,11 @@ class Team:
     def look(self) -> list[str]:
         return [rank.do("digest") for rank in self.ranks]
 
+    def has_remark(self) -> bool:
+        """Whether the daemon, in the sandbox of its service, has written into Slurm's record."""
+        form = ("-h", "-j", self.id, "-O", "admin_comment:200")
+        return self._box.run("squeue", *form).stdout.startswith("tslice leases=")
+
     def cancel(self) -> None:
         """Has its user cancel it, and waits until Slurm has forgotten it."""
         self._box.run(*self._cluster.as_user(self.user, "scancel", self.id))
@@ -251,5 +256,6 @@ def alternate(cluster: Cluster) -> None:
         assert team.look() == team.digests
         team.release()
     for team in teams:
+        until(team.has_remark, "Slurm's record says that it shares")
         team.cancel()
     until(lambda: cluster.ranks() == {name: {} for name in NAMES}, "nothing of them is left")

@@ -31,6 +31,7 @@ from tsliced.config.settings import (
     PeerSettings,
     ScanSettings,
     ServerLimits,
+    SlurmSettings,
 )
 from tsliced.config.user import user_config, user_defaults
 
@@ -54,6 +55,7 @@ __all__ = [
     "Problem",
     "ScanSettings",
     "ServerLimits",
+    "SlurmSettings",
     "describe",
     "hosts_of",
     "known_groups",

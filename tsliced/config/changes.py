@@ -105,6 +105,7 @@ _SECTIONS: Final = (
     "history",
     "metrics",
     "peers",
+    "slurm",
 )
 
 

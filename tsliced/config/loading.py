@@ -34,6 +34,7 @@ from tsliced.config.settings import (
     PeerSettings,
     ScanSettings,
     ServerLimits,
+    SlurmSettings,
 )
 from tsliced.core.model import CoreLimits
 
@@ -48,6 +49,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
     "history": HistorySettings,
     "metrics": MetricsSettings,
     "peers": PeerSettings,
+    "slurm": SlurmSettings,
 }
 #: A group's name stands in role aliases ("a=n1,n2;b=n3"), labels and paths.
 _GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -234,6 +234,14 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSettings:
+    """``[slurm]``: what Slurm's own records are told of jobs."""
+
+    #: What a job had of the devices is put into its ``AdminComment`` so often; 0: never.
+    comment_s: float = ruled(300.0, least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
     """``[peers]``: links to the daemons of other hosts. None without `auth`."""
 
@@ -292,6 +300,7 @@ class Config:
     history: HistorySettings = field(default_factory=HistorySettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     peers: PeerSettings = field(default_factory=PeerSettings)
+    slurm: SlurmSettings = field(default_factory=SlurmSettings)
     backends: BackendSettings = field(default_factory=BackendSettings)
     #: Sentences to be logged; each begins with its file and line.
     warnings: tuple[str, ...] = field(default=(), compare=False)

@@ -1,4 +1,4 @@
-"""`tslicectl slurm`: what Slurm's hooks call: prolog, epilog and taskprolog.
+"""`tslicectl slurm`: what Slurm's hooks call: prolog, epilog and taskprolog; and a job's comment.
 
 A hook that fails drains its node or requeues its job. So these end within a limit and with 0,
 whatever becomes of the daemon, and say what was wrong to standard error and the system's log;
@@ -21,11 +21,12 @@ from libtimeslice.fields import MAX_TEXT
 from libtimeslice.protocol import Message
 from tsliced.ctl.calls import socket_of
 from tsliced.ctl.failures import DONE, CommandError, failure_from
+from tsliced.ctl.history import Choice, read_events
 from tsliced.ctl.options import Commands, positive_seconds
 from tsliced.ctl.output import print_json, say
 
 #: How long each hook may take, seconds.
-_LIMITS_S = {"prolog": 3.0, "epilog": 9.0, "taskprolog": 2.0}
+_LIMITS_S = {"prolog": 3.0, "epilog": 9.0, "taskprolog": 2.0, "comment": 20.0}
 #: How often it is looked whether something is left.
 _LOOK_S = 0.2
 #: What this has exported: a job that is submitted from within another one inherits it.
@@ -34,19 +35,21 @@ _OWN_EXPORTS = "TSLICE_FROM_SLURM"
 _DESCRIPTION = """\
 Called by Slurm's hooks, which say in their environment what it is about. prolog tells the daemon
 of a job before anything of it runs; epilog ends what is left of one and looks at the devices;
-taskprolog prints what tasks get in their environment. See docs/slurm.md.
+taskprolog prints what tasks get in their environment. comment is no hook's, and what the daemon
+calls: it puts what a job had of the devices into Slurm's own records of it. See docs/slurm.md.
 """
 
 
 def add_commands(commands: Commands) -> None:
     """Declares the command of this module."""
     parser = commands.add("slurm", "what Slurm's hooks call", description=_DESCRIPTION)
-    parser.add_argument("hook", choices=tuple(_LIMITS_S), help="which hook calls")
+    parser.add_argument("hook", choices=tuple(_LIMITS_S), help="which hook calls, or comment")
     parser.add_argument(
         "--limit",
         metavar="SECONDS",
         type=positive_seconds,
-        help="end within this time (default: 3 for prolog, 9 for epilog, 2 for taskprolog)",
+        help="end within this time (default: 3 for prolog, 9 for epilog, 2 for taskprolog, "
+        "20 for comment)",
     )
     parser.add_argument(
         "--strict",
@@ -78,6 +81,7 @@ def call_hook(options: argparse.Namespace) -> int:
         "prolog": _prolog,
         "epilog": _epilog,
         "taskprolog": _task_prolog,
+        "comment": _comment,
     }
     limit_s = options.limit or _LIMITS_S[options.hook]
     try:
@@ -153,6 +157,32 @@ def _left_text(left: Message) -> str:
     mib = left["device_bytes"] / (1 << 20)
     name = f" ({left['name']})" if left["name"] else ""
     return f"process {left['pid']}{name} is left, with {mib:.0f} MiB on the devices"
+
+
+# --- Slurm's own records --------------------------------------------------------------------------
+
+
+def _comment(options: argparse.Namespace, deadline: _Deadline) -> None:
+    """Puts what a job had of the devices into Slurm's own records of it."""
+    # No other command needs it.
+    from tsliced.observe import remarks
+
+    told = _job()
+    id = str(told["job"])
+    with _open(options, deadline) as daemon:
+        job = f"{daemon.welcome['job']['cluster']}/{told['uid']}/{id}"
+        # Since it began, which one that was requeued has done before.
+        beginnings = Choice(jobs=(job,), kinds=("job_began",))
+        began = [event["at"] for event in read_events(daemon, beginnings)]
+        choice = Choice(after_unix=began[-1] if began else None, kinds=remarks.KINDS)
+        events = list(read_events(daemon, choice))
+    text = remarks.remark_of(events, job, until_unix=time.time())
+    try:
+        has_place = remarks.put_remark(id, text, deadline.left_s)
+    except remarks.SlurmError as error:
+        raise CommandError(str(error), code="slurm") from error
+    if options.json:
+        print_json({"job": id, "comment": text if has_place else None})
 
 
 # --- the task's environment -----------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What Slurm's own commands are asked: lists of hosts, a job, and whose processes are here.
 
+And what they are told: a comment on a job.
+
 Each call starts a program and waits for it within a limit, so the daemon makes them in a thread.
 """
 
@@ -21,6 +23,9 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 #: What `ask_job` asks for. Nothing of it can be chosen freely by the job's user, as its name and
 #: its comment can: among all fields, ``Account=`` in a comment could not be told from the account.
 _FORMAT: Final = "%A|%i|%U|%N|%e|%b|%a"
+#: Of `squeue`'s states those that a job can be changed in.
+_STATES_OF_THE_LIVING: Final = ("PD", "CF", "R", "S", "ST")
+_NOTHING: Final = ("(null)", "N/A")
 _TICKETS: Final = re.compile(r"(?:^|[,:/])tslice(?::(\d+))?(?:,|$)")
 
 
@@ -41,6 +46,15 @@ class JobFacts:
     account: str | None
     tickets: int | None
     ends_at_unix: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """What an administrator has said of a job in Slurm's own records (``AdminComment``)."""
+
+    #: As Slurm names it where it is changed.
+    job: str
+    text: str
 
 
 def expand_hosts(text: str, *, limit_s: float) -> tuple[str, ...]:
@@ -110,6 +124,52 @@ def list_steps(id: str, node: str, *, limit_s: float) -> dict[int, str]:
         if pid.isdecimal() and job == id:
             found[int(pid)] = step
     return found
+
+
+def ask_remark(id: str, *, limit_s: float) -> Remark | None:
+    """Return what stands as the administrator's comment on a job; None: it has ended.
+
+    Slurm 22.05 lets nobody change a job that has ended, be it completing still. Raises
+    `SlurmError`.
+    """
+    form = "JobID:24,JobArrayID:48,StateCompact:16,admin_comment:1024"
+    try:
+        told = _run("squeue", "-h", "-r", "-j", id, "-O", form, limit_s=limit_s)
+    except SlurmError as exc:
+        if "Invalid job id" in str(exc):
+            return None
+        raise
+    for line in told.splitlines():
+        number, shown, state, *rest = (*line.split(maxsplit=3), "", "", "")
+        if number == id and state in _STATES_OF_THE_LIVING:
+            text = rest[0].strip()
+            # The bare number is that of the whole array, for one of its tasks too.
+            name = shown if "_" in shown else id
+            return Remark(job=name, text="" if text in _NOTHING else text)
+    return None
+
+
+def write_remark(remark: Remark, *, limit_s: float) -> None:
+    """Put a comment on a job that has not ended. Root and Slurm's operators may; `SlurmError`."""
+    text = f"AdminComment={remark.text}"
+    _run("scontrol", "update", f"JobId={remark.job}", text, limit_s=limit_s)
+
+
+def ask_stored_remark(id: str, *, limit_s: float) -> Remark | None:
+    """Return the comment on a job in the accounting; None: there is none of the job, or at all."""
+    try:
+        told = _run("sacct", "-n", "-X", "-P", "-j", id, "-o", "AdminComment", limit_s=limit_s)
+    except SlurmError as exc:
+        if "accounting storage is disabled" in str(exc):
+            return None
+        raise
+    return Remark(job=id, text=told.splitlines()[-1].strip()) if told else None
+
+
+def write_stored_remark(remark: Remark, *, limit_s: float) -> None:
+    """Put a comment on a job in the accounting, ended or not. Raises `SlurmError`."""
+    chosen, text = f"jobid={remark.job}", f"AdminComment={remark.text}"
+    _run("sacctmgr", "-i", "modify", "job", chosen, "set", text, limit_s=limit_s)
 
 
 def _run(command: str, *arguments: str, limit_s: float) -> str:

@@ -27,6 +27,7 @@ from tsliced.host.processes import ExitWatch, ProcessLimitError, identify
 from tsliced.host.scan import ScanFailed
 from tsliced.host.slurm import JobFacts, SlurmError, ask_job, expand_hosts, list_steps
 from tsliced.net.authority import Authority
+from tsliced.net.commenting import Commenting
 from tsliced.net.connection import Peer
 from tsliced.observe.details import Details
 
@@ -54,6 +55,7 @@ class Allotment:
         allocations: Allocations,
         details: Details,
         *,
+        commenting: Commenting | None = None,
         cgroups: Cgroups | None = None,
         ask: Callable[..., list[JobFacts]] = ask_job,
     ) -> None:
@@ -62,6 +64,7 @@ class Allotment:
         self._allocations = allocations
         self._details = details
         self._membership = driver.around.membership
+        self._commenting = commenting
         self._cgroups = cgroups or Cgroups()
         self._ask = ask
         self._sentinels: dict[ProcessId, str] = {}
@@ -72,6 +75,8 @@ class Allotment:
         allocations.on_change = self._membership.renew
         for allocation in allocations:
             self._start_watch(allocation)
+        if commenting is not None:
+            self._start(commenting.write_for_ever(), "commenting on Slurm jobs")
 
     def close(self) -> None:
         """Watch nobody any more."""
@@ -132,6 +137,8 @@ class Allotment:
             reason = "; ".join(problems) or None
             level = "warning" if problems else "info"
             self._driver.note("job_ended", level, job=str(self._key(allocation)), reason=reason)
+            if self._commenting is not None:
+                self._commenting.end(allocation)
         return reply(request.id, over=not left, left=left, problems=problems)
 
     async def _look(self, allocation: Allocation) -> tuple[list[Message], list[str]]:
@@ -285,6 +292,8 @@ class Allotment:
             tickets=complete.tickets,
             nodes=",".join(complete.nodes),
         )
+        if self._commenting is not None:
+            self._commenting.look()
 
     async def _facts_of(self, id: str) -> list[JobFacts]:
         try:

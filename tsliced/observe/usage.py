@@ -65,7 +65,7 @@ class _Parks:
             self.seconds[key] = self.seconds.get(key, 0.0) + lasted_s
 
     def end_job(self, job: str, at: float) -> None:
-        for key in [key for key in self.open if _is_part(key[0], job)]:
+        for key in [key for key in self.open if is_part(key[0], job)]:
             self.end(key, at)
 
 
@@ -163,5 +163,6 @@ def _whole(job: str) -> str:
     return f"{head}/{id.partition('.')[0]}"
 
 
-def _is_part(job: str, whole: str) -> bool:
+def is_part(job: str, whole: str) -> bool:
+    """Return whether a job is another one, or a part of it that has a name of its own."""
     return job == whole or job.startswith(f"{whole}.")

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tsliced.host.slurm import JobFacts, SlurmError, ask_job, expand_hosts, list_steps
+from tsliced.host.slurm import (
+    JobFacts,
+    Remark,
+    SlurmError,
+    ask_job,
+    ask_remark,
+    ask_stored_remark,
+    expand_hosts,
+    list_steps,
+    write_remark,
+    write_stored_remark,
+)
 
 LIMIT_S = 20.0
 
@@ -123,3 +134,55 @@ def test_without_slurm_it_is_said(slurm: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", str(slurm))
     with pytest.raises(SlurmError, match="there is no squeue in PATH"):
         ask_job("7", limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("line", "remark"),
+    [
+        ("7 7 R tslice leases=3", Remark(job="7", text="tslice leases=3")),
+        ("7 5_2 R (null)", Remark(job="5_2", text="")),
+        ("7 7 PD", Remark(job="7", text="")),
+        ("7 7 CG tslice leases=3", None),
+        ("8 7_1 R somebody's", None),
+    ],
+)
+def test_a_job_is_told_with_its_comment_while_that_can_be_changed(
+    slurm: Path, line: str, remark: Remark | None
+) -> None:
+    command(slurm, "squeue", f'echo "{line}"')
+    assert ask_remark("7", limit_s=LIMIT_S) == remark
+
+
+def test_a_job_that_has_been_forgotten_has_ended(slurm: Path) -> None:
+    command(slurm, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert ask_remark("7", limit_s=LIMIT_S) is None
+    command(slurm, "squeue", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        ask_remark("7", limit_s=LIMIT_S)
+
+
+def test_a_comment_is_written_to_the_controller_and_to_the_accounting(slurm: Path) -> None:
+    said = slurm / "said"
+    for name in ("scontrol", "sacctmgr"):
+        command(slurm, name, f'for each; do echo "$each"; done >"{said}"')
+    write_remark(Remark(job="5_2", text="tslice leases=3 x"), limit_s=LIMIT_S)
+    assert said.read_text().split("\n")[-3:] == ["JobId=5_2", "AdminComment=tslice leases=3 x", ""]
+    write_stored_remark(Remark(job="7", text="tslice leases=3"), limit_s=LIMIT_S)
+    assert "-i\nmodify\njob\njobid=7\nset\nAdminComment=tslice leases=3\n" in said.read_text()
+
+
+def test_of_a_job_in_the_accounting_the_comment_is_told(slurm: Path) -> None:
+    command(slurm, "sacct", "echo 'ask Carol'")
+    assert ask_stored_remark("7", limit_s=LIMIT_S) == Remark(job="7", text="ask Carol")
+    command(slurm, "sacct", "echo")
+    assert ask_stored_remark("7", limit_s=LIMIT_S) == Remark(job="7", text="")
+    command(slurm, "sacct", "true")
+    assert ask_stored_remark("7", limit_s=LIMIT_S) is None
+
+
+def test_without_accounting_there_is_no_comment_and_another_failure_is_one(slurm: Path) -> None:
+    command(slurm, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert ask_stored_remark("7", limit_s=LIMIT_S) is None
+    command(slurm, "sacct", "echo 'Connection refused' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Connection refused"):
+        ask_stored_remark("7", limit_s=LIMIT_S)
