@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from harness import LIMIT_S, Rank, until
-from slurm_site import PYTHON, Node, Site
+import pytest
+import slurm_accounting
+from harness import LIMIT_S, Rank, Settings, build_softcuda, until
+from namespaces import skip_without_namespaces
+from slurm_site import PYTHON, Node, Site, why_not
 
 
 class SlurmRank(Rank):
@@ -103,6 +108,35 @@ def submit(site: Site, user: str, *options: str, nodes: str = "n1") -> Job:
         user=user,
     )
     return Job(site, done.stdout.strip(), user)
+
+
+@contextmanager
+def opened_site(
+    *names: str, settings: Settings | None = None, with_accounting: bool = False
+) -> Iterator[Site]:
+    """Makes a site where there can be one, and closes it in the end."""
+    reasons = [why_not(), slurm_accounting.why_not() if with_accounting else None]
+    for reason in filter(None, reasons):
+        pytest.skip(reason)
+    skip_without_namespaces()
+    site = Site(build_softcuda(), *names, settings=settings, with_accounting=with_accounting)
+    try:
+        yield site
+    except BaseException:
+        site.discard()
+        raise
+    site.close()
+
+
+def leave_nothing(site: Site) -> None:
+    """Ends the jobs that a test has left; nothing of them must be left then."""
+    try:
+        site.end_jobs()
+        assert_nothing_is_left(site)
+    except BaseException:
+        # pytest shows this for a test that failed.
+        sys.stdout.write(site.story())
+        raise
 
 
 def assert_nothing_is_left(site: Site, *names: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from harness import LIMIT_S, REPOSITORY, Settings, close_all, until
 from namespaces import Network
 from net_hosts import LIMITS, NET_TIMES, NetHost
+from slurm_accounting import Accounting
 
 HERE = Path(__file__).resolve().parent
 PYTHON = "/usr/bin/python3"
@@ -125,7 +126,13 @@ class Node(NetHost):
 class Site:
     """The whole of it. Close it."""
 
-    def __init__(self, softcuda: Path, *names: str, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        softcuda: Path,
+        *names: str,
+        settings: Settings | None = None,
+        with_accounting: bool = False,
+    ) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="tsliced-slurm-", dir="/dev/shm"))
         self.root.chmod(0o755)
         self.network = Network(*names)
@@ -136,6 +143,7 @@ class Site:
         self._cgroup = Path("/sys/fs/cgroup/freezer") / self.root.name
         self._cgroup.mkdir()
         self._holder = self._enter_name_spaces()
+        self.accounting = Accounting(self) if with_accounting else None
         try:
             self._make(settings or {})
         except BaseException:
@@ -150,6 +158,8 @@ class Site:
         self._write_hooks()
         for node in self.nodes.values():
             node.launch_daemon()
+        if self.accounting is not None:
+            self.accounting.start()
         self.start_slurmctld()
         for node in self.nodes.values():
             node.start_slurmd()
@@ -251,6 +261,8 @@ class Site:
                 **NET_TIMES,
             },
             "limits": dict(LIMITS),
+            # It would start a program for each of many short jobs.
+            "slurm": {"comment_s": 0},
         }
         for section, values in settings.items():
             sections[section] = {**sections.get(section, {}), **values}
@@ -274,6 +286,8 @@ class Site:
             )
         nodes = ",".join(self.names)
         lines.append(f"PartitionName=shared Nodes={nodes} Default=YES OverSubscribe=YES State=UP")
+        if self.accounting is not None:
+            lines += self.accounting.lines()
         (self.root / "slurm.conf").write_text("\n".join([*lines, ""]))
         plugin = f"optional {self.root}/spank_tslice.so\n" if self._build_plugin() else ""
         (self.root / "plugstack.conf").write_text(plugin)
