@@ -316,7 +316,7 @@ class Site:
             f"export PYTHONPATH={self.root}/repository:{self.root}/packages",
             f'exec {PYTHON} -m tsliced.ctl "$@"',
         )
-        for hook in ("prolog", "epilog", "taskprolog"):
+        for hook in ("prolog", "epilog", "taskprolog", "healthcheck"):
             lines = ["case $SLURMD_NODENAME in"]
             for node in self.nodes.values():
                 told = {"TSLICE_SOCKET": str(node.socket)}

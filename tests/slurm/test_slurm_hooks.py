@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from harness import until
-from slurm_jobs import allocate, submit
+from slurm_jobs import Job, allocate, submit
 from slurm_site import PYTHON, SPANK_HEADER, USERS, Node, Site
 
 #: What the scripts allow prolog and epilog to take.
@@ -68,6 +68,40 @@ def test_without_a_daemon_a_job_begins_and_ends_and_the_node_stays_in_service(
     await_links(site)
 
 
+def is_drained(site: Site) -> bool:
+    """Whether n1 takes no jobs, be it that it answers just now or not."""
+    return site.states()["n1"].startswith("drain")
+
+
+def check_health(site: Site) -> None:
+    """Runs the health check of n1, as its slurmd does."""
+    environment = {"SLURMD_NODENAME": "n1"}
+    site.run(str(site.root / "healthcheck"), on="n1", env=environment, limit_s=60)
+
+
+def test_a_health_check_drains_a_node_without_a_daemon_and_puts_it_back(site: Site) -> None:
+    check_health(site)
+    assert not is_drained(site)
+    node = site.nodes["n1"]
+    stop(node)
+    try:
+        check_health(site)
+        assert is_drained(site)
+        assert "Reason=tsliced: socket" in site.run("scontrol", "show", "node", "n1").stdout
+    finally:
+        node.start_daemon()
+    check_health(site)
+    assert not is_drained(site)
+    await_links(site)
+
+
+def test_a_health_check_leaves_alone_what_somebody_else_has_drained(site: Site) -> None:
+    site.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=disks")
+    check_health(site)
+    assert is_drained(site)
+    site.run("scontrol", "update", "NodeName=n1", "State=RESUME")
+
+
 @pytest.mark.parametrize("hook", ["prolog", "epilog"])
 def test_a_hook_ends_within_its_limit_while_the_daemon_hangs(site: Site, hook: str) -> None:
     node = site.nodes["n1"]
@@ -84,30 +118,77 @@ def test_a_hook_ends_within_its_limit_while_the_daemon_hangs(site: Site, hook: s
 
 
 #: Makes device state, and ends when it is killed.
-HOLDER = "import rank, signal; rank.context(); rank.fill(8); signal.pause()"
+STRANGER = "import rank, signal; rank.context(); rank.fill(8); signal.pause()"
+#: The same in a turn, which it keeps if it is told so.
+MEMBER = """
+import rank, signal, sys
+from libtimeslice import connect
+turn = connect().lease(timeout=60)
+turn.__enter__()
+rank.context()
+rank.fill(40)
+if sys.argv[1:] != ["holds"]:
+    turn.__exit__(None, None, None)
+signal.pause()
+"""
+
+
+def orphan(site: Site, job: Job, program: str, *arguments: str) -> int:
+    """Starts what outlives its job, as it can where Slurm tracks processes without cgroups."""
+    script = 'setsid "$@" >/dev/null 2>&1 & echo $!; sleep 1000'
+    step = site.start(
+        *("srun", f"--jobid={job.id}", "--overlap", "-wn1", "--quiet", "sh", "-c", script, "sh"),
+        *(PYTHON, "-c", program, *arguments),
+        user=job.user,
+        PYTHONPATH=f"{site.environment()['PYTHONPATH']}:{site.root}/repository/tests/e2e",
+    )
+    assert step.stdout is not None
+    pid = int(step.stdout.readline())
+    node = site.nodes["n1"]
+    until(lambda: node.states() == {pid: "running"}, "it is on a device")
+    assert node.job(job.id)["ranks"] == 1
+    (site.cgroup_of_no_job() / "cgroup.procs").write_text(str(pid))
+    return pid
 
 
 def test_an_epilog_ends_what_slurm_has_left_and_finds_the_devices_empty(site: Site) -> None:
     node = site.nodes["n1"]
     job = allocate(site, "alice")
-    script = f"setsid {PYTHON} -c '{HOLDER}' >/dev/null 2>&1 & echo $!; sleep 1000"
-    step = site.start(
-        *("srun", f"--jobid={job.id}", "--overlap", "-wn1", "--quiet", "sh", "-c", script),
-        user="alice",
-        PYTHONPATH=f"{site.environment()['PYTHONPATH']}:{site.root}/repository/tests/e2e",
-    )
-    assert step.stdout is not None
-    pid = int(step.stdout.readline())
-    until(lambda: node.states() == {pid: "running"}, "it is on a device")
-    assert node.job(job.id)["ranks"] == 1
-    # As where Slurm tracks processes in a way that a process can leave.
-    (site.cgroup_of_no_job() / "cgroup.procs").write_text(str(pid))
+    orphan(site, job, STRANGER)
     since = node.mark()
     job.cancel()
     ended = until(lambda: node.events("job_ended", since=since), "the epilog is over")
     assert ended[0]["reason"] is None
     assert node.states() == {}
     assert node.used_bytes_of_all() == 0
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["holds", "is parked"])
+def test_an_epilog_ends_an_orphan_with_its_lease_its_parked_state_and_its_memory(
+    site: Site, holds: bool
+) -> None:
+    node = site.nodes["n1"]
+    job, other = allocate(site, "alice"), allocate(site, "bob")
+    pid = orphan(site, job, MEMBER, *(["holds"] if holds else []))
+    waiter = other.rank("n1")
+    asked = waiter.start("acquire", timeout=60)
+    if holds:
+        until(lambda: node.group("n1")["waiters"] == 1, "the other one waits")
+    else:
+        asked.wait(60)
+        assert node.states() == {pid: "parked"}
+    since = node.mark()
+    job.cancel()
+    asked_to = until(lambda: node.events("ending", since=since), "the epilog ends what is left")
+    ended = until(lambda: node.events("job_ended", since=since), "the epilog is over")
+    assert ended[0]["at"] - asked_to[0]["at"] < 10, "it has so long"
+    assert ended[0]["reason"] is None, "the devices were looked at"
+    assert (node.states(), node.job(job.id)) == ({}, {})
+    assert asked.wait(60)["state"] == "held"
+    assert node.status()["memory"]["reserved_bytes"] == 0
+    assert node.used_bytes_of_all() == 0
+    waiter.do("release")
+    other.end()
 
 
 def test_only_root_tells_of_jobs_g10(site: Site) -> None:
