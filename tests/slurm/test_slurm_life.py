@@ -6,7 +6,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from harness import LIMIT_S, until
+import pytest
+from harness import LIMIT_S, RankError, until
 from slurm_jobs import Job, SlurmRank, allocate, submit
 from slurm_site import KILL_WAIT_S, TICKETS, Site
 
@@ -138,6 +139,39 @@ def test_a_suspended_job_is_not_moved_and_goes_on_when_it_is_resumed(site: Site)
     resident.do("release")
     for job in jobs:
         job.end()
+
+
+def test_a_parked_job_that_is_suspended_loses_its_turn_and_nothing_else(
+    site: Site,
+) -> None:
+    pair = Pair(site)
+    pair.holding.do("release")
+    pair.rank.do("acquire", timeout=60)
+    digest = pair.rank.do("digest")
+    pair.rank.do("release")
+    pair.holding.do("acquire", timeout=60)
+    asked = pair.rank.start("acquire", timeout=60)
+    until(lambda: pair.node.group("n1")["waiters"] == 1, "it waits for its turn")
+    site.run("scontrol", "suspend", pair.parked.id)
+    until(lambda: frozen(pair.rank.pid), "all of it is suspended")
+    # Whatever the driver were asked, it would say so.
+    pair.node.fault(f"restore {pair.rank.pid} * error:600")
+    pair.holding.do("release")
+    pair.wait_for_event("admission_failed", "it cannot be brought back")
+    failed = pair.node.events("admission_failed", since=pair.since)
+    assert all("cgroup is frozen" in event["reason"] for event in failed)
+    assert pair.node.states()[pair.rank.pid] == "parked", "and it has lost nothing"
+    assert pair.holding.do("acquire", timeout=60)["state"] == "held", "nobody waits for it"
+    pair.holding.do("release")
+    pair.node.fault()
+    site.run("scontrol", "resume", pair.parked.id)
+    with pytest.raises(RankError) as refused:
+        asked.wait(60)
+    assert "cgroup is frozen" in str(refused.value)
+    assert pair.rank.do("acquire", timeout=60)["restored"] is True
+    assert pair.rank.do("digest") == digest
+    pair.rank.do("release")
+    pair.close()
 
 
 def frozen(pid: int) -> bool:
