@@ -51,6 +51,15 @@ def remark_of(site: Site, job: Job) -> str:
     return next((line.strip() for line in shown.splitlines() if "AdminComment=" in line), "")
 
 
+def put_remark(site: Site, job: Job) -> str | None:
+    """Has the comment written, as the daemon does; returns it, or None if there is no place."""
+    command = ("tslicectl", "slurm", "comment", "--json", "--strict")
+    environment = {"SLURM_JOB_ID": job.id, "SLURM_JOB_UID": str(USERS[job.user])}
+    told = site.run(*command, "--socket", str(site.nodes["n1"].socket), env=environment).stdout
+    written: str | None = json.loads(told)["comment"]
+    return written
+
+
 def stored(site: Site, job: Job, field: str) -> str:
     """Returns what the accounting has of a job."""
     return site.run("sacct", "-n", "-X", "-P", "-j", job.id, "-o", field).stdout.strip()
@@ -131,9 +140,8 @@ def test_slurms_records_of_a_job_say_what_it_had_of_the_devices(accounted: Site)
     rank.do("acquire", timeout=60)
     job.end()
     # The controller has what was so before; the accounting is told of the end.
-    told = ["tslicectl", "slurm", "comment", "--json", "--socket", str(site.nodes["n1"].socket)]
-    environment = {"SLURM_JOB_ID": job.id, "SLURM_JOB_UID": str(USERS[job.user])}
-    last = json.loads(site.run(*told, env=environment).stdout)["comment"]
+    # It may take its time to hear of the job at all.
+    last = until(lambda: put_remark(site, job) or "", "there is a place for it")
     assert last.startswith("tslice leases=4 switches=0 held_s=")
     until(lambda: stored(site, job, "AdminComment") == last, "the sums")
 
@@ -166,10 +174,18 @@ def test_what_somebody_else_has_written_there_stays(accounted: Site) -> None:
     site.run("scontrol", "update", f"JobId={job.id}", "AdminComment=ask Carol")
     site.run("scontrol", "release", job.id)
     job.wait_for("RUNNING")
-    node = site.nodes["n1"]
-    told = ["tslicectl", "slurm", "comment", "--json", "--strict", "--socket", str(node.socket)]
-    environment = {"SLURM_JOB_ID": job.id, "SLURM_JOB_UID": str(USERS[job.user])}
-    assert json.loads(site.run(*told, env=environment).stdout)["comment"] is None
+    assert put_remark(site, job) is None
     job.end()
     assert "AdminComment=ask Carol" in remark_of(site, job)
     assert stored(site, job, "AdminComment") == "ask Carol"
+
+
+def test_without_accounting_a_job_has_its_record_until_it_ends(site: Site) -> None:
+    job = allocate(site, "alice")
+    assert remark_of(site, job) == "", "here the daemon writes none"
+    text = put_remark(site, job)
+    assert remark_of(site, job) == f"AdminComment={text}"
+    forged = ("scontrol", "update", f"JobId={job.id}", "AdminComment=tslice leases=0")
+    assert "denied" in site.run(*forged, user="alice", check=False).stderr
+    job.end()
+    assert put_remark(site, job) is None
