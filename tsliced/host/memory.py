@@ -22,7 +22,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from tsliced.core.model import DeviceId, ProcessId
 from tsliced.host.cgroups import UNIFIED, Cgroups
 from tsliced.host.devices import DeviceReading
-from tsliced.host.procfs import read_file
+from tsliced.host.procfs import HeldFiles
 
 #: Names the host itself where a cgroup's directory is named otherwise.
 HOST: Final = "the host"
@@ -96,6 +96,7 @@ class HostMemory:
 
     def __init__(self, cgroups: Cgroups | None = None) -> None:
         self._cgroups = cgroups or Cgroups()
+        self._files = HeldFiles()
 
     def headroom(self, pid: int) -> Headroom:
         """Return what is left for a process.
@@ -126,7 +127,7 @@ class HostMemory:
 
     def _meminfo(self, name: bytes) -> int:
         path = f"{self._cgroups.proc}/meminfo"
-        count = _find_number(read_file(path) or b"", name)
+        count = _find_number(self._files.read(path) or b"", name)
         if count is None:
             raise RuntimeError(f"{path} has no {name.decode().rstrip(':')} line")
         return count * 1024
@@ -134,7 +135,7 @@ class HostMemory:
     def cgroups_available(self, pid: int) -> Iterator[tuple[str, int]]:
         """Yield each limited memory cgroup above a process with the bytes left in it."""
         for directory, limit, version in self._limited(pid):
-            left = _left(directory, limit, version)
+            left = self._left(directory, limit, version)
             if left is not None:
                 yield directory, left
 
@@ -145,10 +146,34 @@ class HostMemory:
             if version.controller not in paths:
                 continue
             for directory in self._cgroups.lineage(version.controller, paths[version.controller]):
-                numbers = (_read_number(f"{directory}/{name}") for name in version.limits)
-                limits = [n for n in numbers if n is not None and n < _UNLIMITED_BYTES]
-                if limits:
-                    yield directory, min(limits), version
+                limit = self._limit(directory, version)
+                if limit < _UNLIMITED_BYTES:
+                    yield directory, limit, version
+
+    def _limit(self, directory: str, version: _Version) -> int:
+        """Return the limit of a cgroup, in bytes, or a number that means none."""
+        limit = _UNLIMITED_BYTES
+        for name in version.limits:
+            text = self._files.read(f"{directory}/{name}")
+            if text is None:
+                # A controller's files are all there, or none is: it is not used here.
+                break
+            limit = min(limit, _number(text, _UNLIMITED_BYTES))
+        return limit
+
+    def _left(self, directory: str, limit: int, version: _Version) -> int | None:
+        """Return how much of a limit is left, in bytes, never below zero; None: the cgroup is gone.
+
+        Usage counts the page cache too. Its inactive part is given up at once when the copy needs
+        memory; without crediting it, a job that read its dataset would never be admitted.
+        """
+        usage = self._files.read(f"{directory}/{version.usage}")
+        if usage is None:
+            return None
+        used = int(usage)
+        stat = self._files.read(f"{directory}/memory.stat") or b""
+        cache = _find_number(stat, version.reclaimable) or 0
+        return max(0, limit - used + min(cache, used))
 
 
 class _Version(NamedTuple):
@@ -167,33 +192,19 @@ _VERSIONS: Final = (
 )
 
 
-def _left(directory: str, limit: int, version: _Version) -> int | None:
-    """Return how much of a limit is left, in bytes, never below zero; None if the cgroup is gone.
-
-    Usage counts the page cache too. Its inactive part is given up at once when the copy needs
-    memory; without crediting it, a job that read its dataset would never be admitted.
-    """
-    usage = _read_number(f"{directory}/{version.usage}")
-    if usage is None:
-        return None
-    stat = read_file(f"{directory}/memory.stat") or b""
-    cache = _find_number(stat, version.reclaimable) or 0
-    return max(0, limit - usage + min(cache, usage))
-
-
-def _read_number(path: str) -> int | None:
-    """Return the number that a file holds; None if there is no such file, or it says "max"."""
-    text = (read_file(path) or b"").strip()
-    return int(text) if text.isdigit() else None
+def _number(text: bytes, otherwise: int) -> int:
+    """Return the number that a file holds, or something else if it says "max"."""
+    text = text.strip()
+    return int(text) if text.isdigit() else otherwise
 
 
 def _find_number(data: bytes, name: bytes) -> int | None:
-    for line in data.splitlines():
-        if line.startswith(name):
-            words = line.split()
-            if len(words) >= 2 and words[0] == name:
-                return int(words[1])
-    return None
+    """Return the number after the name that a line begins with."""
+    start = (b"\n" + data).find(b"\n" + name + b" ")
+    if start < 0:
+        return None
+    words = data[start + len(name) :].split(maxsplit=1)
+    return int(words[0]) if words else None
 
 
 Part = TypeVar("Part", bound=Hashable)

@@ -8,6 +8,7 @@ exhausted descriptor table must never look like the death of a process.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from errno import EACCES, ENODEV, ENOENT, ENOTDIR, EPERM, ESRCH
 from typing import Final
@@ -17,6 +18,8 @@ PROC: Final = "/proc"
 #: No file that is read here is larger; the kernel itself limits an environment to 6 MiB.
 _LIMIT_BYTES: Final = 8 << 20
 _CHUNK_BYTES: Final = 1 << 16
+#: So many files stay open between two reads.
+_MAX_HELD: Final = 128
 _GONE: Final = frozenset({ENOENT, ESRCH, ENOTDIR, ENODEV})
 _DENIED: Final = frozenset({EACCES, EPERM})
 
@@ -60,6 +63,63 @@ def _read_all(descriptor: int) -> bytes:
         parts.append(data)
         size += len(data)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class HeldFiles:
+    """Files that are read again and again, such as a cgroup's: they stay open in between.
+
+    To find and to open one takes seven times as long as to read it. The kernel makes what is in it
+    anew for each read. A cgroup that is gone says so to whoever has its files open, whatever is
+    there under its name by now. It may be used by several threads.
+    """
+
+    def __init__(self, limit: int = _MAX_HELD) -> None:
+        self._limit = limit
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, path: str) -> bytes | None:
+        """Return what a file holds now; see `read_file`.
+
+        It must be one that the kernel makes in one piece, as it does numbers and tables of them,
+        of at most 64 KiB.
+        """
+        with self._lock:
+            descriptor = self._descriptors.get(path)
+            try:
+                if descriptor is not None and (data := _read_again(descriptor)) is not None:
+                    return data
+                self._let_go(path)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._hold(path, descriptor)
+                return _read_again(descriptor)
+            except OSError as exc:
+                if exc.errno in _GONE:
+                    return None
+                raise
+
+    def _hold(self, path: str, descriptor: int) -> None:
+        while len(self._descriptors) >= self._limit:
+            self._let_go(next(iter(self._descriptors)))
+        self._descriptors[path] = descriptor
+
+    def _let_go(self, path: str) -> None:
+        if (descriptor := self._descriptors.pop(path, None)) is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _read_again(descriptor: int) -> bytes | None:
+    """Return what an open file holds now, or None if its cgroup is gone."""
+    try:
+        return os.pread(descriptor, _CHUNK_BYTES, 0)
+    except OSError as exc:
+        if exc.errno in _GONE:
+            return None
+        raise
 
 
 @dataclass(frozen=True, slots=True)
