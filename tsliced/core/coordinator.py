@@ -18,7 +18,6 @@ Safety rule: OFF is ordered only when all are FROZEN, ON only when all are RESTO
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from tsliced.core.actions import Note, TenancyRecord
 from tsliced.core.links import Links
@@ -44,7 +43,7 @@ from tsliced.core.signals import (
     Order,
     Report,
 )
-from tsliced.core.value import maker
+from tsliced.core.value import Word, maker
 
 #: Lower than any order's.
 NO_STAMP = Stamp(0, Counter(0, 0), 0)
@@ -55,10 +54,10 @@ MAX_RECOVERIES = 5
 #: Pauses between tries double no more often than this.
 MAX_DOUBLINGS = 16
 
-_make_order = maker(Order)
+_make_note, _make_order, _make_record = maker(Note), maker(Order), maker(TenancyRecord)
 
 
-class Place(Enum):
+class Place(Word):
     """Where the tenancy is, or which goal is ordered and why."""
 
     OFF = "off"
@@ -171,8 +170,11 @@ class Coordinator:
     #: It was on when it was asked after: ranks may have come up that nobody has seen.
     _was_on: bool = False
     _least_term: int = 0
+    #: How notes name the tenancy.
+    _names: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._names = self.tenancy.names()
         self.goal = Goal.OFF if self.place is Place.OFF else Goal.ON
 
     # --- what is asked of it ------------------------------------------------------------------
@@ -523,7 +525,7 @@ class Coordinator:
 
     def record(self) -> TenancyRecord:
         """Return what must be kept of this tenancy."""
-        return TenancyRecord(
+        return _make_record(
             tenancy=self.tenancy,
             stamp=self.stamp,
             goal=self.goal,
@@ -532,12 +534,11 @@ class Coordinator:
         )
 
     def _note(self, kind: str, now: float, reason: Reason | None = None) -> Note:
-        return Note(
+        return _make_note(
             kind=kind,
             level="info" if reason is None or reason.cause is Cause.CANCELLED else "warning",
             facts={
-                "job": str(self.tenancy.job),
-                "groups": ",".join(self.tenancy.groups),
+                **self._names,
                 "epoch": self.stamp.epoch.as_int(),
                 "seconds": now - self.began_at,
                 **{_STEPS[goal]: seconds for goal, seconds in self.taken.items()},

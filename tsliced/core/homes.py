@@ -92,10 +92,12 @@ class Homes:
         process stands in the way.
         """
         wanted = set(groups)
-        theirs = [tenancy for tenancy in self.tenancies_of(job) if not tenancy.led_here]
-        touched = (t for t in theirs if not wanted.isdisjoint(t.key.groups))
+        own: list[Tenancy] = []
+        theirs: list[Tenancy] = []
+        for tenancy in self.tenancies_of(job):
+            (own if tenancy.led_here else theirs).append(tenancy)
+        touched = [t for t in theirs if not wanted.isdisjoint(t.key.groups)]
         quiesced = self._displace([t for t in touched if not self._is_left(t)], wanted, out)
-        own = [tenancy for tenancy in self.tenancies_of(job) if tenancy.led_here]
         concerned = [tenancy for tenancy in own if not wanted.isdisjoint(tenancy.reach)]
         for tenancy in concerned:
             if tenancy.beyond and not wanted.issuperset(tenancy.reach):
@@ -107,9 +109,7 @@ class Homes:
             if tenancy.coordinator.place is Place.BLOCKED:
                 return [tenancy]
             out += self._divide(tenancy, wanted)
-        if any(
-            not wanted.isdisjoint(t.key.groups) for t in self.tenancies_of(job) if not t.led_here
-        ):
+        if any(self._is_left(tenancy) for tenancy in touched):
             # It is on its way to here.
             return None
         covering = self._within(job, wanted)

@@ -280,6 +280,12 @@ class Machine:
             case GrantConfirmed():
                 if not (self.fronting.leases and self.fronting.confirm(event)):
                     leasing.on_confirmed(event)
+            case OperationFinished():  # the first of those of each switch
+                self._on_operation(event, now)
+            case GroupsScanned():
+                leasing.out += tenancies.on_scanned(event, now=now)
+            case MemoryReserved() | HooksRun():
+                leasing.out += tenancies.on_step(event, now=now)
             case PeerSaid(host=host, message=message):
                 self.hosts.on_said(host, message, now)
             case WatchdogTold():
@@ -294,14 +300,8 @@ class Machine:
                 | CancelRequested()
             ):
                 self._on_session(event, now)
-            case OperationFinished():
-                self._on_operation(event, now)
             case OperationHindered():
                 self.alarms.on_hindered(event, now)
-            case GroupsScanned():
-                leasing.out += tenancies.on_scanned(event, now=now)
-            case MemoryReserved() | HooksRun():
-                leasing.out += tenancies.on_step(event, now=now)
             case HostMemoryPromised():
                 self._on_promised(event, now)
             case GroupsObserved():

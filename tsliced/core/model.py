@@ -6,8 +6,9 @@ Everything here is immutable and knows no rules; the state machines live beside 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple, NewType, TypeAlias
+
+from tsliced.core.value import Word
 
 HostName = NewType("HostName", str)
 #: A device's UUID as NVML and the driver write it: ``GPU-8-4-4-4-12``.
@@ -94,8 +95,12 @@ class TenancyKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.job}@{'+'.join(self.groups)}"
 
+    def names(self) -> dict[str, str]:
+        """Return the facts by which notes name it."""
+        return {"job": str(self.job), "groups": ",".join(self.groups)}
 
-class RankState(Enum):
+
+class RankState(Word):
     """What the driver was last seen to say of a rank's device context."""
 
     RUNNING = "running"
@@ -111,7 +116,7 @@ class RankState(Enum):
         return self is not RankState.PARKED
 
 
-class Verb(Enum):
+class Verb(Word):
     """One operation of a snapshot backend on one rank."""
 
     FREEZE = "freeze"
@@ -121,7 +126,7 @@ class Verb(Enum):
     QUERY = "query"
 
 
-class Goal(Enum):
+class Goal(Word):
     """Where a coordinator wants all ranks of a tenancy to be."""
 
     FROZEN = "frozen"
@@ -132,14 +137,14 @@ class Goal(Enum):
     QUERY = "query"
 
 
-class Arrival(Enum):
+class Arrival(Word):
     """When a round of several ranks takes its place in the queue."""
 
     ALL = "all"
     FIRST = "first"
 
 
-class Cause(Enum):
+class Cause(Word):
     """Stable codes of what went wrong; they travel to clients and into logs."""
 
     FREEZE_TIMEOUT = "freeze_timeout"

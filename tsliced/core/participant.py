@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import assert_never
 
 from tsliced.core.actions import (
@@ -52,14 +51,21 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.numbers import Numbers
-from tsliced.core.rank import Operation, Rank
+from tsliced.core.rank import Operation, Rank, make_operation
 from tsliced.core.signals import Effect, Order, Report
+from tsliced.core.value import Word, maker, value
+
+_make_note, _make_report = maker(Note), maker(Report)
+_make_scan, _make_start = maker(ScanGroups), maker(StartOperation)
 
 #: A job that makes processes faster than they can be frozen is given up on.
 MAX_SCANS = 8
 
+#: Nothing is done with a rank in one of these before it is known where it is, or at all.
+_ADRIFT = (RankState.UNKNOWN, RankState.FAILED)
 
-class Step(Enum):
+
+class Step(Word):
     """A preparation of a goal that is done once for an order."""
 
     SCAN = "scan"
@@ -68,7 +74,7 @@ class Step(Enum):
     RESCAN = "rescan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Pending:
     """A step in flight; its single result carries `op`."""
 
@@ -78,6 +84,9 @@ class Pending:
     began_at: float
     #: HOOKS: they are told to resume, not to quiesce.
     resumes: bool = False
+
+
+_make_pending = maker(Pending)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +124,11 @@ class Participant:
     _unlisted: dict[DeviceId, int] = field(default_factory=dict)
     #: Reserved for in the host memory ledger: bytes by rank.
     _reserved: dict[ProcessId, int] = field(default_factory=dict)
+    #: How notes name the tenancy.
+    _names: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._names = self.tenancy.names()
 
     # --- events -------------------------------------------------------------------------------
 
@@ -269,12 +283,8 @@ class Participant:
             return out
         if self._failure is not None:
             return self._give_answer(order)
-        if unknown := self._in_state(RankState.UNKNOWN):
-            return [effect for rank in unknown for effect in self._start(rank, Verb.QUERY, now)]
-        if failed := self._in_state(RankState.FAILED):
-            text = "its device context is broken for good; end the process"
-            self._fail(Reason(cause=Cause.FAILED, text=text, rank=failed[0].id))
-            return self._give_answer(order)
+        if adrift := [r for r in self.ranks.values() if r.state in _ADRIFT and not r.exited]:
+            return self._look_after(adrift, order, now)
         match order.goal:
             case Goal.FROZEN:
                 out = self._toward_frozen(order, now)
@@ -290,6 +300,14 @@ class Participant:
                 assert_never(order.goal)
         if out:
             return out
+        return self._give_answer(order)
+
+    def _look_after(self, adrift: list[Rank], order: Order, now: float) -> list[Effect]:
+        """Ask where ranks are, or give up for those that nothing can be done with."""
+        if unknown := [rank for rank in adrift if rank.state is RankState.UNKNOWN]:
+            return [effect for rank in unknown for effect in self._start(rank, Verb.QUERY, now)]
+        text = "its device context is broken for good; end the process"
+        self._fail(Reason(cause=Cause.FAILED, text=text, rank=adrift[0].id))
         return self._give_answer(order)
 
     def _toward_frozen(self, order: Order, now: float) -> list[Effect]:
@@ -368,8 +386,8 @@ class Participant:
         assert self.order is not None
         op = self.numbers.take_op()
         epoch = self.order.stamp.epoch
-        rank.start(Operation(op=op, verb=verb, epoch=epoch, started_at=now))
-        start = StartOperation(
+        rank.start(make_operation(op=op, verb=verb, epoch=epoch, started_at=now))
+        start = _make_start(
             op=op,
             rank=rank.id,
             tenancy=self.tenancy,
@@ -393,18 +411,17 @@ class Participant:
 
     def _begin(self, order: Order, step: Step, now: float, *, resumes: bool = False) -> OpId:
         op = self.numbers.take_op()
-        self.pending = Pending(op=op, step=step, order=order, began_at=now, resumes=resumes)
+        self.pending = _make_pending(op=op, step=step, order=order, began_at=now, resumes=resumes)
         return op
 
     def _scan(self, order: Order, step: Step, now: float) -> Effect:
         self._scans += 1
         parked = self._in_state(RankState.PARKED) if order.goal is Goal.OFF else []
-        allowed = self.allowed_residue(parked)
-        return ScanGroups(
+        return _make_scan(
             op=self._begin(order, step, now),
             tenancy=self.tenancy,
             expect_gone=frozenset(rank.id.process for rank in parked),
-            residue_bytes=allowed if parked else 0,
+            residue_bytes=self.allowed_residue(parked) if parked else 0,
             unlisted=tuple(self._unlisted.items()) if parked else (),
             beyond=tuple(self.beyond),
             forgotten=order.goal is Goal.RESTORED and not self.ranks,
@@ -538,7 +555,7 @@ class Participant:
         if self._failure is None and order.goal in (Goal.OFF, Goal.ON):
             self.away = order.goal is Goal.OFF
         states = tuple((rank.id.process, rank.state) for rank in self.ranks.values())
-        self.answer = Report(
+        self.answer = _make_report(
             host=self.host,
             tenancy=self.tenancy,
             stamp=order.stamp,
@@ -557,12 +574,11 @@ class Participant:
         return out
 
     def _note(self, rank: Rank, operation: Operation, event: OperationFinished) -> Note:
-        return Note(
+        return _make_note(
             kind="operation",
             level="info" if event.failure is None else "warning",
             facts={
-                "job": str(self.tenancy.job),
-                "groups": ",".join(self.tenancy.groups),
+                **self._names,
                 "rank": str(rank.id),
                 "epoch": operation.epoch.as_int(),
                 "verb": operation.verb.value,
@@ -575,12 +591,11 @@ class Participant:
         )
 
     def _note_hooks(self, pending: Pending, failure: Reason | None, now: float) -> Note:
-        return Note(
+        return _make_note(
             kind="hooks",
             level="info" if failure is None else "warning",
             facts={
-                "job": str(self.tenancy.job),
-                "groups": ",".join(self.tenancy.groups),
+                **self._names,
                 "host": self.host,
                 "epoch": pending.order.stamp.epoch.as_int(),
                 "verb": "resume" if pending.resumes else "quiesce",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tsliced.core.actions import RankRecord
 from tsliced.core.events import OperationFinished
 from tsliced.core.model import DeviceId, Earlier, Epoch, OpId, RankId, RankState, TenancyKey, Verb
+from tsliced.core.value import maker, value
 
 #: What a verb may be applied to. QUERY is for all.
 LEGAL_FROM = {
@@ -23,7 +24,10 @@ LEGAL_FROM = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_make_record = maker(RankRecord)
+
+
+@value
 class Operation:
     """A backend call in flight."""
 
@@ -32,6 +36,9 @@ class Operation:
     #: The order that it was started for; its failure answers that one only.
     epoch: Epoch
     started_at: float
+
+
+make_operation = maker(Operation)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +108,7 @@ class Rank:
 
     def record(self, tenancy: TenancyKey) -> RankRecord:
         """Return what must be kept of this rank."""
-        return RankRecord(
+        return _make_record(
             rank=self.id,
             tenancy=tenancy,
             devices=self.devices,

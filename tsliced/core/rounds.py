@@ -11,7 +11,6 @@ granted to all at once, and is over when all have released.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from tsliced.core.model import (
@@ -27,9 +26,10 @@ from tsliced.core.model import (
     Token,
 )
 from tsliced.core.sessions import Lease
+from tsliced.core.value import Word
 
 
-class RoundState(Enum):
+class RoundState(Word):
     """Where a round is in its life."""
 
     GATHERING = "gathering"

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from tsliced.core.abroad import Abroad
 from tsliced.core.actions import (
+    Note,
+    RankRecord,
     ReserveDeviceMemory,
     ReserveHostMemory,
     RunHooks,
     ScanGroups,
     Send,
     StartOperation,
+    TenancyRecord,
 )
 from tsliced.core.coordinator import NO_STAMP, Place
 from tsliced.core.events import (
@@ -53,7 +56,7 @@ from tsliced.core.signals import (
 from tsliced.core.tenancy import Tenancy
 from tsliced.core.value import maker
 
-_make_send = maker(Send)
+_make_scanned, _make_send = maker(GroupsScanned), maker(Send)
 
 Outcome = Evicted | EvictionFailed | Admitted | AdmissionFailed | Blocked
 
@@ -231,8 +234,13 @@ class Tenancies(Abroad):
             return out
         if any(found.state is RankState.PARKED for found in event.found):
             tenancy.coordinator.on_parked_found()
-        event = replace(event, found=tuple(self._identified(event.found, tenancy.key)))
-        return out + self.run(tenancy.participant.on_scanned(event, now=now), now)
+        identified = _make_scanned(
+            op=event.op,
+            found=tuple(self._identified(event.found, tenancy.key)),
+            unlisted=event.unlisted,
+            failure=event.failure,
+        )
+        return out + self.run(tenancy.participant.on_scanned(identified, now=now), now)
 
     def _asker_of(self, op: OpId) -> Tenancy | None:
         """Return the tenancy that a step was begun for; None: it is a part of another one now."""
@@ -253,7 +261,7 @@ class Tenancies(Abroad):
             rank = self.all[key].participant.ranks[process.process]
             known = 0 if key == asker else rank.residue_bytes
             if rank.state is not RankState.PARKED or process.device_bytes > known:
-                yield replace(process, job=key.job)
+                yield process if process.job == key.job else replace(process, job=key.job)
 
     def on_promised(self, event: HostMemoryPromised, *, now: float) -> list[Effect]:
         """Know whether a tenancy could be parked; its job's next acquire depends on it."""
@@ -331,6 +339,9 @@ class Tenancies(Abroad):
         while todo:
             effect = todo.popleft()
             match effect:
+                case RankRecord() | TenancyRecord() | Note():
+                    # Most of them, and none of its business.
+                    out.append(effect)
                 case Order(host=host) if host != self.host:
                     out.append(_make_send(host=host, message=effect))
                 case Order():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 from tsliced.core.model import GroupName, JobKey, LeaseId, OpId, RoundId, SessionId, TenancyKey
+from tsliced.core.value import Word
 
 K = TypeVar("K", bound=Hashable)
 
@@ -15,7 +15,7 @@ K = TypeVar("K", bound=Hashable)
 _SLACK = 1024
 
 
-class TimerKind(Enum):
+class TimerKind(Word):
     """What comes due."""
 
     ACQUIRE = "acquire"
@@ -80,7 +80,8 @@ class Timers(Generic[K]):
         """The earliest instant that is due, or None."""
         while self._heap:
             at, sequence, key = self._heap[0]
-            if self._at.get(key) == (at, sequence):
+            counts = self._at.get(key)
+            if counts is not None and counts[1] == sequence:
                 return at
             heappop(self._heap)
         return None
