@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Final, TextIO
 
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_NAMES: Final = {level: f"{level.upper():7}" for level in LEVELS}
 _PRIORITIES: Final = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
 
 Fact = str | int | float | bool | None
@@ -40,7 +41,7 @@ class Log:
         if LEVELS[level] < self._least:
             return
         words = [f"{key}={_quoted(value)}" for key, value in facts.items() if value is not None]
-        head = _PRIORITIES[level] if self._to_journal else f"{self._clock()} {level.upper():7} "
+        head = _PRIORITIES[level] if self._to_journal else f"{self._clock()} {_NAMES[level]} "
         self._lines.append(f"{head}{kind} {' '.join(words)}\n")
 
     def _clock(self) -> str:
@@ -64,7 +65,10 @@ class Log:
 
 
 def _quoted(value: Fact) -> str:
-    if value.__class__ is float:
+    kind = value.__class__
+    if kind is float:
         return f"{value:.6g}"
     text = str(value)
+    if kind is int:
+        return text
     return text if text and " " not in text and text.isprintable() else repr(text)
