@@ -57,6 +57,7 @@ from tsliced.core.model import (
     Verb,
 )
 from tsliced.core.reconfiguring import objections
+from tsliced.core.value import maker
 from tsliced.host.backends.base import Backend, Outcome
 from tsliced.host.history import Fact, History
 from tsliced.host.journal import Journal, JournalError
@@ -68,6 +69,8 @@ from tsliced.log import Log
 from tsliced.observe.sampling import Sampler
 from tsliced.qualifying import Qualifying
 from tsliced.reserving import Ledgers, Reserving
+
+_make_finished, _make_scanned = maker(OperationFinished), maker(GroupsScanned)
 
 #: Failures whose cause may be seen in the process.
 _PERHAPS_THE_JOBS: Final = frozenset(
@@ -309,19 +312,23 @@ class Driver:
 
     def _set_timer(self) -> None:
         deadline = self.machine.deadline
-        if deadline == self._timer_at:
+        if deadline is None or (self._timer_at is not None and self._timer_at <= deadline):
+            # Deadlines come and go with every step of a move, and nearly all before they are due:
+            # one alarm too many costs less than to move it each time.
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = deadline
-        self._timer = None
-        if deadline is not None:
-            delay_s = max(0.0, deadline - time.monotonic())
-            self._timer = self._loop.call_later(delay_s, self._on_timer)
+        delay_s = max(0.0, deadline - time.monotonic())
+        self._timer = self._loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = self._timer_at = None
-        self.post(TimePassed())
+        deadline = self.machine.deadline
+        if deadline is not None and deadline <= time.monotonic():
+            self.post(TimePassed())
+        else:
+            self._set_timer()
 
     def _break(self, exc: Exception) -> None:
         """An invariant is broken: tell the story and stop; nothing more is done from this state."""
@@ -435,10 +442,10 @@ class Driver:
             await self.clients.empty_cache(action.rank.process)
         scanner.on_change()
         try:
-            with moves.watch(action.rank.process, action.verb, size, expected_s):
-                outcome = await backend.run(
-                    action.verb, action.rank, action.timeout_s, action.tenancy.job
-                )
+            moves.begin(action.rank.process, action.verb, size, expected_s)
+            outcome = await backend.run(
+                action.verb, action.rank, action.timeout_s, action.tenancy.job
+            )
         except Exception as exc:
             reason = Reason(
                 cause=Cause.DRIVER, text=f"the backend failed: {exc!r}", rank=action.rank
@@ -447,6 +454,7 @@ class Driver:
                 op=action.op, rank=action.rank, observed=RankState.UNKNOWN, failure=reason
             )
         finally:
+            moves.end(action.rank.process)
             scanner.on_change()
         # For a backend that does not count it is what NVML saw before.
         moved = outcome.moved_bytes or (size if outcome.failure is None else 0)
@@ -455,9 +463,11 @@ class Driver:
             moves.learn(action.verb, moved, seconds)
         failure = outcome.failure
         if qualifying is not None:
-            outcome = replace(outcome, moved_bytes=moved, seconds=seconds)
-            failure = await self._learn(qualifying, action, outcome)
-        return OperationFinished(
+            full = Outcome(
+                observed=outcome.observed, failure=failure, moved_bytes=moved, seconds=seconds
+            )
+            failure = await self._learn(qualifying, action, full)
+        return _make_finished(
             op=action.op,
             rank=action.rank,
             observed=outcome.observed,
@@ -513,7 +523,7 @@ class Driver:
             if rank.job is not None:
                 around.backend.prepare(rank.process)
         unlisted = around.scanner.unlisted_on(action)
-        return GroupsScanned(op=action.op, found=found, unlisted=unlisted)
+        return _make_scanned(op=action.op, found=found, unlisted=unlisted)
 
     def _reserve_host_memory(self, action: ReserveHostMemory) -> None:
         self.post(self._reserving.reserve_host(action))

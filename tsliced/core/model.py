@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, TypeAlias
 
-from tsliced.core.value import Word
+from tsliced.core.value import Word, value
 
 HostName = NewType("HostName", str)
 #: A device's UUID as NVML and the driver write it: ``GPU-8-4-4-4-12``.
@@ -209,7 +209,7 @@ class Earlier:
     switch_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FoundRank:
     """A process that a scan found to hold, or to be about to hold, device state."""
 

@@ -7,10 +7,9 @@ nothing, the pace of earlier moves has to do, which is why each is remembered.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -66,29 +65,26 @@ class Moves:
     paces: dict[Verb, float] = field(default_factory=dict)
     _moves: dict[ProcessId, _Move] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def watch(
+    def begin(
         self, process: ProcessId, verb: Verb, total_bytes: int, expected_s: float | None = None
-    ) -> Iterator[None]:
-        """Follow an operation that runs inside of the ``with``.
+    ) -> None:
+        """Follow an operation that begins now, until `end`.
 
         `expected_s`: how long earlier moves of the process, or of others of its kind, took for as
         much. It counts before the pace of all that was ever moved.
         """
-        if verb not in MOVING:
-            yield
-            return
-        self._moves[process] = _Move(
-            verb=verb,
-            total_bytes=total_bytes,
-            began_at=self.clock(),
-            resident_bytes=self._resident_bytes(process),
-            expected_s=expected_s,
-        )
-        try:
-            yield
-        finally:
-            self._moves.pop(process, None)
+        if verb in MOVING:
+            self._moves[process] = _Move(
+                verb=verb,
+                total_bytes=total_bytes,
+                began_at=self.clock(),
+                resident_bytes=self._resident_bytes(process),
+                expected_s=expected_s,
+            )
+
+    def end(self, process: ProcessId) -> None:
+        """Know that the operation on a process is over."""
+        self._moves.pop(process, None)
 
     def __bool__(self) -> bool:
         """Whether any bytes are being moved."""

@@ -30,10 +30,13 @@ from tsliced.core.model import (
     TenancyKey,
     Verb,
 )
+from tsliced.core.value import maker
 from tsliced.host.backends.base import Backend, BackendError
 from tsliced.host.devices import DeviceError, DeviceReading, Devices, DevicesError
 from tsliced.host.membership import Membership
 from tsliced.host.processes import is_alive
+
+_make_found = maker(FoundRank)
 
 #: NVML may go on listing a process for some 100 ms after its memory is gone.
 GONE_LIMIT_S: Final = 5.0
@@ -106,19 +109,27 @@ class Scanner:
         First it waits, within a limit, for what should be gone to be gone, and for what may stay
         to sink no further. Raises `ScanFailed`.
         """
+        groups = (*scan.tenancy.groups, *scan.beyond)
+        found = await self.look(groups, recent=scan.recent)
+        if scan.expect_gone or scan.unlisted:
+            found = await self._until_gone(scan, groups, found)
+        found += await self._hidden_on(scan.tenancy, {each.process for each in found})
+        return tuple([await self._weighed(each) for each in found])
+
+    async def _until_gone(
+        self, scan: ScanGroups, groups: tuple[GroupName, ...], found: tuple[FoundRank, ...]
+    ) -> tuple[FoundRank, ...]:
+        """Look again and again until what should be gone is; return what was seen last."""
         loop = asyncio.get_running_loop()
         end = loop.time() + GONE_LIMIT_S
         before = -1
         while True:
-            groups = (*scan.tenancy.groups, *scan.beyond)
-            found = await self.look(groups, recent=scan.recent)
             left, is_little = self._left(scan, found)
-            if loop.time() >= end or (is_little and left in (0, before)):
-                break
+            if (is_little and left in (0, before)) or loop.time() >= end:
+                return found
             before = left
             await asyncio.sleep(GONE_POLL_S)
-        found += await self._hidden_on(scan.tenancy, {each.process for each in found})
-        return tuple([await self._weighed(each) for each in found])
+            found = await self.look(groups, recent=scan.recent)
 
     async def _weighed(self, found: FoundRank) -> FoundRank:
         """Return a rank with what its backend says of its freeze."""
@@ -126,13 +137,15 @@ class Scanner:
             return found
         self._backend.belongs(found.process, found.job)
         drains = await self._backend.drains(found.process)
-        return replace(await self._recalled(found), drains=drains)
+        found = await self._recalled(found)
+        return replace(found, drains=drains) if drains else found
 
     async def _recalled(self, found: FoundRank) -> FoundRank:
         """Return a rank with what is known of its kind."""
         if found.job is None or self.recall is None:
             return found
-        return replace(found, earlier=await self.recall(found))
+        earlier = await self.recall(found)
+        return found if earlier is None else replace(found, earlier=earlier)
 
     async def forgotten(
         self, tenancy: TenancyKey, known: Collection[ProcessId], *, host: HostName
@@ -308,20 +321,24 @@ class Scanner:
         devices = frozenset(self._devices_on(tenancy.groups))
         if not devices:
             return ()
+        unlisted = [
+            process
+            for process, (job, groups) in self._registered.items()
+            if job == tenancy.job
+            and process not in listed
+            and not groups.isdisjoint(tenancy.groups)
+        ]
         return tuple(
             [
-                FoundRank(
+                _make_found(
                     process=process,
-                    job=job,
+                    job=tenancy.job,
                     devices=devices,
                     device_bytes=0,
-                    uid=job.uid,
+                    uid=tenancy.job.uid,
                 )
-                for process, (job, groups) in tuple(self._registered.items())
-                if job == tenancy.job
-                and not groups.isdisjoint(tenancy.groups)
-                and process not in listed
-                and await self._backend.is_hidden(process)
+                for process in unlisted
+                if await self._backend.is_hidden(process)
             ]
         )
 

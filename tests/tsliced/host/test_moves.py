@@ -40,48 +40,52 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_what_its_target_grew_by_is_what_a_snapshot_has_saved(machine: Machine) -> None:
-    with machine.moves.watch(TARGET, Verb.SNAPSHOT, 100 * MIB):
-        assert machine.moves
-        machine.now += 2.0
-        machine.set_resident(90 * MIB)
-        found = machine.progress()
-        assert (found.done_bytes, found.total_bytes) == (40 * MIB, 100 * MIB)
-        assert found.bytes_per_s == 20 * MIB
-        assert found.measured
+    machine.moves.begin(TARGET, Verb.SNAPSHOT, 100 * MIB)
+    assert machine.moves
+    machine.now += 2.0
+    machine.set_resident(90 * MIB)
+    found = machine.progress()
+    assert (found.done_bytes, found.total_bytes) == (40 * MIB, 100 * MIB)
+    assert found.bytes_per_s == 20 * MIB
+    assert found.measured
+    machine.moves.end(TARGET)
     assert not machine.moves
     assert machine.moves.of(TARGET) is None
 
 
 def test_where_nothing_shows_the_pace_of_earlier_moves_has_to_do(machine: Machine) -> None:
-    with machine.moves.watch(TARGET, Verb.RESTORE, 100 * MIB):
-        machine.now += 2.0
-        assert machine.progress().bytes_per_s is None
-        assert machine.progress().done_bytes == 0
-        machine.moves.learn(Verb.RESTORE, 60 * MIB, 2.0)
-        machine.moves.learn(Verb.SNAPSHOT, 60 * MIB, 60.0)
-        found = machine.progress()
-        assert (found.done_bytes, found.bytes_per_s) == (60 * MIB, 30 * MIB)
-        assert not found.measured
-        machine.now += 100.0
-        assert machine.progress().done_bytes == 99 * MIB, "what is not over is not all"
+    machine.moves.begin(TARGET, Verb.RESTORE, 100 * MIB)
+    machine.now += 2.0
+    assert machine.progress().bytes_per_s is None
+    assert machine.progress().done_bytes == 0
+    machine.moves.learn(Verb.RESTORE, 60 * MIB, 2.0)
+    machine.moves.learn(Verb.SNAPSHOT, 60 * MIB, 60.0)
+    found = machine.progress()
+    assert (found.done_bytes, found.bytes_per_s) == (60 * MIB, 30 * MIB)
+    assert not found.measured
+    machine.now += 100.0
+    assert machine.progress().done_bytes == 99 * MIB, "what is not over is not all"
+    machine.moves.end(TARGET)
 
 
 def test_what_others_of_its_kind_took_counts_before_what_anybody_took(machine: Machine) -> None:
     machine.moves.learn(Verb.SNAPSHOT, 100 * MIB, 1.0)
-    with machine.moves.watch(TARGET, Verb.SNAPSHOT, 100 * MIB, 20.0):
-        machine.now += 2.0
-        found = machine.progress()
-        assert (found.done_bytes, found.bytes_per_s) == (10 * MIB, 5 * MIB)
-        assert not found.measured
-        machine.set_resident(90 * MIB)
-        assert machine.progress().measured, "what is seen counts before both"
+    machine.moves.begin(TARGET, Verb.SNAPSHOT, 100 * MIB, 20.0)
+    machine.now += 2.0
+    found = machine.progress()
+    assert (found.done_bytes, found.bytes_per_s) == (10 * MIB, 5 * MIB)
+    assert not found.measured
+    machine.set_resident(90 * MIB)
+    assert machine.progress().measured, "what is seen counts before both"
+    machine.moves.end(TARGET)
 
 
 def test_what_shrinks_is_a_restore(machine: Machine) -> None:
-    with machine.moves.watch(TARGET, Verb.RESTORE, 40 * MIB):
-        machine.now += 1.0
-        machine.set_resident(20 * MIB)
-        assert machine.progress().done_bytes == 30 * MIB
+    machine.moves.begin(TARGET, Verb.RESTORE, 40 * MIB)
+    machine.now += 1.0
+    machine.set_resident(20 * MIB)
+    assert machine.progress().done_bytes == 30 * MIB
+    machine.moves.end(TARGET)
 
 
 def test_the_latest_move_counts_as_much_as_all_before_it(machine: Machine) -> None:
@@ -108,10 +112,12 @@ def test_paces_are_recalled_from_the_history(machine: Machine) -> None:
 def test_only_what_moves_bytes_is_followed_and_a_process_that_is_gone_is_no_trouble(
     machine: Machine,
 ) -> None:
-    with machine.moves.watch(TARGET, Verb.FREEZE, MIB):
-        assert machine.moves.of(TARGET) is None
-    with machine.moves.watch(ProcessId(8, 1), Verb.SNAPSHOT, MIB):
-        machine.now += 1.0
-        gone = machine.moves.of(ProcessId(8, 1))
-        assert gone is not None
-        assert gone.done_bytes == 0
+    machine.moves.begin(TARGET, Verb.FREEZE, MIB)
+    assert machine.moves.of(TARGET) is None
+    machine.moves.end(TARGET)
+    machine.moves.begin(ProcessId(8, 1), Verb.SNAPSHOT, MIB)
+    machine.now += 1.0
+    gone = machine.moves.of(ProcessId(8, 1))
+    assert gone is not None
+    assert gone.done_bytes == 0
+    machine.moves.end(ProcessId(8, 1))
