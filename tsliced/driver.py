@@ -152,6 +152,7 @@ class Driver:
         self._closed = False
         self._watch = ExitWatch(self._loop, self._on_exit)
         self._reserving = Reserving(machine, around.ledgers, around.scanner)
+        self._read_and_reserve = self._long("device memory", self._reserving.reserve_device)
         self._handlers = self._make_handlers()
         self._on_broken = on_broken
         #: What was last seen to keep operations from going on.
@@ -367,7 +368,7 @@ class Driver:
             StartOperation: self._long("operation", self._operate),
             ScanGroups: self._long("scan", self._scan),
             ReserveHostMemory: self._reserve_host_memory,
-            ReserveDeviceMemory: self._long("device memory", self._reserving.reserve_device),
+            ReserveDeviceMemory: self._reserve_device_memory,
             RunHooks: self._long("hooks", self._run_hooks),
             ReserveNumbers: self._long("numbers", self._reserve_numbers),
         }
@@ -527,6 +528,12 @@ class Driver:
 
     def _reserve_host_memory(self, action: ReserveHostMemory) -> None:
         self.post(self._reserving.reserve_host(action))
+
+    def _reserve_device_memory(self, action: ReserveDeviceMemory) -> None:
+        if (event := self._reserving.reserve_device_at_once(action)) is not None:
+            self.post(event)
+        else:
+            self._read_and_reserve(action)
 
     async def _run_hooks(self, action: RunHooks) -> Event:
         failure = await self.clients.run_hooks(action) if self.clients is not None else None

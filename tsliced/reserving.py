@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tsliced.core.actions import (
@@ -14,6 +14,7 @@ from tsliced.core.actions import (
 from tsliced.core.events import Event, HostMemoryPromised, MemoryReserved
 from tsliced.core.machine import Machine
 from tsliced.core.model import Cause, DeviceId, RankState, Reason, TenancyKey
+from tsliced.host.devices import DeviceReading
 from tsliced.host.memory import (
     Demand,
     DeviceLedger,
@@ -69,17 +70,27 @@ class Reserving:
         failure = _reserve(ledgers.host, action.tenancy, demands)
         return MemoryReserved(op=action.op, failure=failure)
 
+    def reserve_device_at_once(self, action: ReserveDeviceMemory) -> Event | None:
+        """Reserve device memory for a restore, if the scan before it has just read the devices."""
+        needs = _needs_of(action)
+        readings = self._scanner.recent(needs)
+        return None if readings is None else self._reserve_device(action, needs, readings)
+
     async def reserve_device(self, action: ReserveDeviceMemory) -> Event:
         """Reserve device memory for a restore."""
-        needs: dict[DeviceId, int] = {}
-        for _, by_device in action.demands:
-            for device, size in by_device:
-                needs[device] = needs.get(device, 0) + size
+        needs = _needs_of(action)
         try:
-            # The scan of a moment ago has just read them.
-            readings = await self._scanner.read(list(needs), recent=True)
+            readings = await self._scanner.read(needs)
         except ScanFailed as exc:
             return MemoryReserved(op=action.op, failure=exc.reason)
+        return self._reserve_device(action, needs, readings)
+
+    def _reserve_device(
+        self,
+        action: ReserveDeviceMemory,
+        needs: Mapping[DeviceId, int],
+        readings: Mapping[DeviceId, DeviceReading],
+    ) -> Event:
         answer = self._ledgers.device.reserve(action.tenancy, needs, readings)
         failure = None
         if isinstance(answer, Shortage):
@@ -122,6 +133,15 @@ class Reserving:
                 failure = _reserve(ledgers.host, key, needs)
             if failure != tenancy.participant.shortage or (given_up and failure is None):
                 yield HostMemoryPromised(tenancy=key, failure=failure)
+
+
+def _needs_of(action: ReserveDeviceMemory) -> dict[DeviceId, int]:
+    """Return what is to be reserved, in bytes by device."""
+    needs: dict[DeviceId, int] = {}
+    for _, by_device in action.demands:
+        for device, size in by_device:
+            needs[device] = needs.get(device, 0) + size
+    return needs
 
 
 def _reserve(ledger: DramLedger, key: TenancyKey, demands: list[Demand]) -> Reason | None:

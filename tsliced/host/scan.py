@@ -276,11 +276,11 @@ class Scanner:
 
         `recent`: what was read moments ago, with nothing done since, will do.
         """
+        if recent and (known := self.recent(uuids)) is not None:
+            return known
         if self._devices is None or not uuids:
             return {}
         now, changes = time.monotonic(), self._changes
-        if recent and all(now - self._fresh.get(uuid, -RECENT_S) < RECENT_S for uuid in uuids):
-            return {uuid: self.readings[uuid] for uuid in uuids}
         try:
             readings = await self._devices.observe(uuids, utilization=utilization)
         except DevicesError as exc:
@@ -292,6 +292,13 @@ class Scanner:
         if changes == self._changes:
             self._fresh.update(dict.fromkeys(readings, now))
         return self._keep(readings, utilization=utilization)
+
+    def recent(self, uuids: Collection[DeviceId]) -> dict[DeviceId, DeviceReading] | None:
+        """Return what was read moments ago, with nothing done since; None: not all of it was."""
+        now = time.monotonic()
+        if all(now - self._fresh.get(uuid, -RECENT_S) < RECENT_S for uuid in uuids):
+            return {uuid: self.readings[uuid] for uuid in uuids}
+        return None
 
     def _keep(
         self, readings: dict[DeviceId, DeviceReading], *, utilization: bool
