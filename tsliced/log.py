@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, TextIO
 
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -69,6 +70,10 @@ def _quoted(value: Fact) -> str:
     if kind is float:
         return f"{value:.6g}"
     text = str(value)
-    if kind is int:
-        return text
+    return text if kind is int else _quoted_text(text)
+
+
+@lru_cache(maxsize=1024)
+def _quoted_text(text: str) -> str:
+    # Jobs, groups and ranks come again and again.
     return text if text and " " not in text and text.isprintable() else repr(text)
