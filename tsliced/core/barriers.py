@@ -77,14 +77,19 @@ class Barriers:
         if tenancy is None or not tenancy.coordinator.waits:
             timers.clear(timer)
             return
-        due = tenancy.coordinator.ordered_at + self.granting.limits.barrier_report_s
-        at = timers.get(timer)
-        if at is None or at < due:
-            timers.set(timer, due)
+        if timers.get(timer) is None:
+            timers.set(
+                timer, tenancy.coordinator.ordered_at + self.granting.limits.barrier_report_s
+            )
 
     def on_due(self, key: TenancyKey, now: float) -> None:
         """Say whom a coordinator still waits for."""
         coordinator = self.tenancies.all[key].coordinator
+        due = coordinator.ordered_at + self.granting.limits.barrier_report_s
+        if now < due:
+            # The clock was set for an order that was answered.
+            self.granting.timers.set(TimerKey(TimerKind.AWAITED, key), due)
+            return
         missing = awaited(self.tenancies.all[key], now)
         facts = {
             "job": str(key.job),

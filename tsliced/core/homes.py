@@ -510,7 +510,9 @@ class Homes:
             key = self._home_for(job, on)
             watch = WatchProcess(process=found.process)
             out = [watch, *self.all[key].participant.put(found)]
-        self._settle_in(found.process, key)
+        if out:
+            # Else it is where it was.
+            self._settle_in(found.process, key)
         if out or found.watchdog_s not in (None, watchdog_s):
             self.tell_arbiters(self.all[key])
         return out

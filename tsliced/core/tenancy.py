@@ -18,8 +18,8 @@ from tsliced.core.model import (
 )
 from tsliced.core.participant import Participant
 
-#: As with `RoundState`: every grant asks for it.
-_ON = Place.ON
+#: As with `RoundState`: every grant asks for them.
+_ON, _OFF = Place.ON, Place.OFF
 
 
 class Bound(Exception):  # noqa: N818 - a finding, not an error of the program
@@ -86,14 +86,15 @@ class Tenancy:
     @property
     def reach(self) -> tuple[GroupName, ...]:
         """All groups on whose devices it may be."""
-        return (*self.key.groups, *self.beyond)
+        groups, beyond = self.key.groups, self.participant.beyond
+        return (*groups, *beyond) if beyond else groups
 
     @property
     def resident(self) -> bool:
         """Whether its state must be assumed to be on devices."""
-        if self.coordinator.place is not Place.OFF or self.participant.on_devices:
+        if self.coordinator.place is not _OFF or self.participant.on_devices:
             return True
-        return any(present.state.holds_device for present in self.abroad.values())
+        return bool(self.abroad) and any(p.state.holds_device for p in self.abroad.values())
 
     @property
     def runs_within(self) -> bool:

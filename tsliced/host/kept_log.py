@@ -101,15 +101,15 @@ class Segment:
         """Append one frame: all of it or, with a `JournalError`, nothing."""
         if self._torn:
             self._cut_torn_frame()
-        if len(payload) > MAX_FRAME_BYTES:
-            text = f"a batch of {len(payload)} bytes is larger than {MAX_FRAME_BYTES}"
+        if (length := len(payload)) > MAX_FRAME_BYTES:
+            text = f"a batch of {length} bytes is larger than {MAX_FRAME_BYTES}"
             raise JournalError(JournalCode.TOO_LARGE, text)
-        frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        frame = _FRAME.pack(length, zlib.crc32(payload)) + payload
         try:
             written = os.write(self._fd, frame)
         except OSError as exc:  # write(2): nothing was written
             raise from_os_error(exc, "write to", self.path) from exc
-        if written != len(frame):
+        if written != _FRAME.size + length:
             self._torn = True
             self._cut_torn_frame()
             text = f"cannot write to {self.path}: the disk is full; free some space there"
