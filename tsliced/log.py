@@ -41,7 +41,14 @@ class Log:
         """Add a line; facts that are None are left out."""
         if LEVELS[level] < self._least:
             return
-        words = [f"{key}={_quoted(value)}" for key, value in facts.items() if value is not None]
+        words = []
+        for key, value in facts.items():
+            if isinstance(value, str):
+                words.append(f"{key}={_quoted(value)}")
+            elif isinstance(value, float):
+                words.append(f"{key}={value:.6g}")
+            elif value is not None:
+                words.append(f"{key}={value}")
         head = _PRIORITIES[level] if self._to_journal else f"{self._clock()} {_NAMES[level]} "
         self._lines.append(f"{head}{kind} {' '.join(words)}\n")
 
@@ -65,15 +72,7 @@ class Log:
             return
 
 
-def _quoted(value: Fact) -> str:
-    kind = value.__class__
-    if kind is float:
-        return f"{value:.6g}"
-    text = str(value)
-    return text if kind is int else _quoted_text(text)
-
-
 @lru_cache(maxsize=1024)
-def _quoted_text(text: str) -> str:
+def _quoted(text: str) -> str:
     # Jobs, groups and ranks come again and again.
     return text if text and " " not in text and text.isprintable() else repr(text)

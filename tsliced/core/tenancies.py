@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tsliced.core.abroad import Abroad
 from tsliced.core.actions import (
+    FreeMemory,
     Note,
     RankRecord,
     ReserveDeviceMemory,
@@ -19,6 +20,7 @@ from tsliced.core.actions import (
     RunHooks,
     ScanGroups,
     Send,
+    SettleHostMemory,
     StartOperation,
     TenancyRecord,
 )
@@ -57,6 +59,9 @@ from tsliced.core.tenancy import Tenancy
 from tsliced.core.value import maker
 
 _make_scanned, _make_send = maker(GroupsScanned), maker(Send)
+
+#: Most of what there is to deliver, and not for any tenancy.
+_PASSED_ON = frozenset({FreeMemory, Note, RankRecord, SettleHostMemory, TenancyRecord})
 
 Outcome = Evicted | EvictionFailed | Admitted | AdmissionFailed | Blocked
 
@@ -339,8 +344,7 @@ class Tenancies(Abroad):
         while todo:
             effect = todo.popleft()
             match effect:
-                case RankRecord() | TenancyRecord() | Note():
-                    # Most of them, and none of its business.
+                case _ if effect.__class__ in _PASSED_ON:
                     out.append(effect)
                 case Order(host=host) if host != self.host:
                     out.append(_make_send(host=host, message=effect))
@@ -349,14 +353,14 @@ class Tenancies(Abroad):
                     todo.extend(participant.on_order(effect, now=now))
                 case Report():
                     todo.extend(self._answer(effect, now))
-                case Evicted() | EvictionFailed() | Admitted() | AdmissionFailed() | Blocked():
-                    self.signals.append(effect)
                 case StartOperation():
                     self.operations[effect.op] = effect
                     out.append(effect)
                 case ScanGroups() | ReserveHostMemory() | ReserveDeviceMemory() | RunHooks():
                     self.steps[effect.op] = effect.tenancy
                     out.append(effect)
+                case Evicted() | EvictionFailed() | Admitted() | AdmissionFailed() | Blocked():
+                    self.signals.append(effect)
                 case _:
                     out.append(effect)
         return out

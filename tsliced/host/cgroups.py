@@ -57,7 +57,10 @@ class Cgroups:
 
         Keys are controllers of version 1 (``name=systemd`` among them) and `UNIFIED`.
         """
-        data = read_file(f"{self.proc}/{pid}/cgroup") or b""
+        return self.paths_in(read_file(f"{self.proc}/{pid}/cgroup") or b"")
+
+    def paths_in(self, data: bytes) -> Mapping[str, str]:
+        """Return the same of what ``/proc/PID/cgroup`` holds."""
         paths = self._known.get(data)
         if paths is None:
             if len(self._known) >= _MAX_KNOWN:

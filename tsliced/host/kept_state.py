@@ -60,23 +60,23 @@ class KeptState:
 
     def apply(self, record: Record) -> None:
         """Fold one record in."""
-        match record:  # the two of every acquire and release first
+        match record:  # those of every acquire and release first, then of every switch
             case LeaseRecord():
                 self._leases[record.lease] = record
             case LeaseEndedRecord():
                 self._leases.pop(record.lease, None)
                 self._ended.setdefault(record.session, {})[record.slot] = record
+            case RankRecord():
+                self._ranks[record.rank] = record
+            case TenancyRecord():
+                self._tenancies[record.tenancy] = record
             case SessionRecord():
                 self._sessions[record.session] = record
             case SessionEndedRecord():
                 self._sessions.pop(record.session, None)
                 self._ended.pop(record.session, None)
-            case TenancyRecord():
-                self._tenancies[record.tenancy] = record
             case TenancyEndedRecord():
                 self._tenancies.pop(record.tenancy, None)
-            case RankRecord():
-                self._ranks[record.rank] = record
             case RankEndedRecord():
                 self._ranks.pop(record.rank, None)
             case FaultRecord(reason=None):

@@ -141,7 +141,8 @@ class HostMemory:
 
     def _limited(self, pid: int) -> Iterator[tuple[str, int, _Version]]:
         """Yield each memory cgroup above a process that has a limit, and the limit."""
-        paths = self._cgroups.paths(pid)
+        held = self._files.read(f"{self._cgroups.proc}/{pid}/cgroup")
+        paths = self._cgroups.paths_in(held or b"")
         for version in _VERSIONS:
             if version.controller not in paths:
                 continue

@@ -66,11 +66,11 @@ def _read_all(descriptor: int) -> bytes:
 
 
 class HeldFiles:
-    """Files that are read again and again, such as a cgroup's: they stay open in between.
+    """Files that are read again and again, such as cgroups': they stay open in between.
 
     To find and to open one takes seven times as long as to read it. The kernel makes what is in it
-    anew for each read. A cgroup that is gone says so to whoever has its files open, whatever is
-    there under its name by now. It may be used by several threads.
+    anew for each read. A cgroup or a process that is gone says so to whoever has its files open,
+    whatever is there under its name by now. It may be used by several threads.
     """
 
     def __init__(self, limit: int = _MAX_HELD) -> None:
@@ -113,7 +113,7 @@ class HeldFiles:
 
 
 def _read_again(descriptor: int) -> bytes | None:
-    """Return what an open file holds now, or None if its cgroup is gone."""
+    """Return what an open file holds now, or None if what it is about is gone."""
     try:
         return os.pread(descriptor, _CHUNK_BYTES, 0)
     except OSError as exc:
