@@ -61,6 +61,9 @@ _make_scan, _make_start = maker(ScanGroups), maker(StartOperation)
 #: A job that makes processes faster than they can be frozen is given up on.
 MAX_SCANS = 8
 
+#: As with `RoundState`: every grant asks for it.
+_PARKED = RankState.PARKED
+
 #: Nothing is done with a rank in one of these before it is known where it is, or at all.
 _ADRIFT = (RankState.UNKNOWN, RankState.FAILED)
 
@@ -242,7 +245,7 @@ class Participant:
     @property
     def on_devices(self) -> bool:
         """Whether a rank is known whose memory must be assumed to be on a device."""
-        return any(rank.state.holds_device for rank in self.ranks.values())
+        return any(rank.state is not _PARKED for rank in self.ranks.values())
 
     @property
     def switch_s(self) -> float | None:
@@ -276,14 +279,20 @@ class Participant:
 
     def _drive(self, now: float) -> list[Effect]:
         order = self.order
-        if order is None or self.answer is not None or self.busy:
+        if order is None or self.answer is not None or self.pending is not None:
             return []
+        adrift: list[Rank] = []
+        for rank in self.ranks.values():
+            if rank.operation is not None:
+                return []
+            if rank.state in _ADRIFT and not rank.exited:
+                adrift.append(rank)
         runs_alone = self.alone == order.stamp.epoch and not self._thaw_failed
         if runs_alone and (out := self._thaw_and_resume(order, now)):
             return out
         if self._failure is not None:
             return self._give_answer(order)
-        if adrift := [r for r in self.ranks.values() if r.state in _ADRIFT and not r.exited]:
+        if adrift:
             return self._look_after(adrift, order, now)
         match order.goal:
             case Goal.FROZEN:

@@ -8,7 +8,7 @@ controller is looked for in both.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from tsliced.host.procfs import PROC, read_file
@@ -51,6 +51,8 @@ class Cgroups:
         self._mounts: dict[str, Mount] = {}
         #: By what the kernel says of a process: the same again and again.
         self._known: dict[bytes, Mapping[str, str]] = {}
+        #: By controller and path; of what is mounted once.
+        self._lineages: dict[tuple[str, str], list[str]] = {}
 
     def paths(self, pid: int) -> Mapping[str, str]:
         """Return a process's cgroup path for each controller; empty if the process is gone.
@@ -73,16 +75,20 @@ class Cgroups:
         mount = self._mount(controller)
         return mount.directory(path) if mount else None
 
-    def lineage(self, controller: str, path: str) -> list[str]:
+    def lineage(self, controller: str, path: str) -> Sequence[str]:
         """Return the directories of a cgroup and of its ancestors, nearest first.
 
         It ends at the mount's root, which may be a container's and not the host's.
         """
+        if (known := self._lineages.get((controller, path))) is not None:
+            return known
         mount = self._mount(controller)
         directory = mount.directory(path) if mount else None
         if mount is None or directory is None:
             return []
-        lineage = [directory]
+        if len(self._lineages) >= _MAX_KNOWN:
+            self._lineages.clear()
+        lineage = self._lineages[controller, path] = [directory]
         while len(directory) > len(mount.point):
             directory = directory.rpartition("/")[0]
             lineage.append(directory)
@@ -92,6 +98,7 @@ class Cgroups:
         if controller not in self._mounts:
             # Slurm mounts what it misses when slurmd starts, which is after us: look again.
             self._mounts = _read_mounts(self.proc)
+            self._lineages.clear()
         return self._mounts.get(controller)
 
 

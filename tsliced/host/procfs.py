@@ -87,12 +87,16 @@ class HeldFiles:
         with self._lock:
             descriptor = self._descriptors.get(path)
             try:
-                if descriptor is not None and (data := _read_again(descriptor)) is not None:
-                    return data
+                if descriptor is not None:
+                    return os.pread(descriptor, _CHUNK_BYTES, 0)
+            except OSError as exc:
+                if exc.errno not in _GONE:
+                    raise
                 self._let_go(path)
+            try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._hold(path, descriptor)
-                return _read_again(descriptor)
+                return os.pread(descriptor, _CHUNK_BYTES, 0)
             except OSError as exc:
                 if exc.errno in _GONE:
                     return None
@@ -110,16 +114,6 @@ class HeldFiles:
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-
-
-def _read_again(descriptor: int) -> bytes | None:
-    """Return what an open file holds now, or None if what it is about is gone."""
-    try:
-        return os.pread(descriptor, _CHUNK_BYTES, 0)
-    except OSError as exc:
-        if exc.errno in _GONE:
-            return None
-        raise
 
 
 @dataclass(frozen=True, slots=True)
