@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tsliced.core.model import ProcessId, Verb
-from tsliced.host.procfs import PROC, read_permitted_file
+from tsliced.host.procfs import PROC, HeldFiles
 
 #: What of the latest move goes into the pace that is expected.
 _SHARE_OF_LATEST: Final = 0.5
@@ -64,6 +64,7 @@ class Moves:
     #: By verb, bytes per second of one rank.
     paces: dict[Verb, float] = field(default_factory=dict)
     _moves: dict[ProcessId, _Move] = field(default_factory=dict)
+    _files: HeldFiles = field(default_factory=HeldFiles)
 
     def begin(
         self, process: ProcessId, verb: Verb, total_bytes: int, expected_s: float | None = None
@@ -134,5 +135,8 @@ class Moves:
 
     def _resident_bytes(self, process: ProcessId) -> int:
         """Return the memory of a process that is resident; 0 if it is gone or hidden."""
-        words = (read_permitted_file(f"{self.proc}/{process.pid}/statm") or b"").split()
+        try:
+            words = (self._files.read(f"{self.proc}/{process.pid}/statm") or b"").split()
+        except PermissionError:
+            return 0
         return int(words[1]) * _PAGE if len(words) > 1 else 0
