@@ -92,10 +92,12 @@ class Qualifying:
 
         Not if it did so itself, nor to an operator who wants to see it.
         """
-        tenancy = self._tenancy_of(start.rank.process)
-        kind = self._kind(start.rank.process)
-        if start.verb is not Verb.FREEZE or kind is None or kind.failure is None:
+        if start.verb is not Verb.FREEZE:
             return None
+        kind = self._kind(start.rank.process)
+        if kind is None or kind.failure is None:
+            return None
+        tenancy = self._tenancy_of(start.rank.process)
         if tenancy is not None and (tenancy.coordinator.insists or tenancy.coordinator.qualified):
             return None
         text = (

@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,7 +118,7 @@ class Kinds:
             "program": program,
             "failure": failure,
             "at_unix": self._clock(),
-            **asdict(measured),
+            **{key: getattr(measured, key) for key in MEASURES},
         }
         while len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
@@ -173,6 +174,7 @@ def shape_of(process: ProcessId, *, proc: str = PROC) -> tuple[str, ...]:
     return (program, str(uid_of(process.pid, proc=proc)), count, *settings)
 
 
+@lru_cache(maxsize=MAX_KINDS)
 def name_of(*words: str) -> str:
     """Return the name of the kind that all these words describe."""
     return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()[:32]
