@@ -27,6 +27,7 @@ from tsliced.core.model import (
     JobKey,
     ProcessId,
     RankId,
+    RankState,
     Reason,
     Verb,
 )
@@ -198,8 +199,14 @@ class Qualifying:
         process = rank.process
         if (failure := outcome.failure) is not None:
             name = self._name(process)
-            # Anything else may have been the occasion, and not the kind.
-            if verb is Verb.RESTORE and failure.cause is Cause.UNSUPPORTED and name is not None:
+            # Anything else may have been the occasion, and not the kind; and the driver says the
+            # same of a process that is being ended, whose state nobody can tell by then.
+            is_its_kind = (
+                verb is Verb.RESTORE
+                and failure.cause is Cause.UNSUPPORTED
+                and outcome.observed is not RankState.UNKNOWN
+            )
+            if is_its_kind and name is not None:
                 self.kinds.keep_failure(name, self._program(process), str(failure.text))
             return None
         trip = self._under_way.get(process)

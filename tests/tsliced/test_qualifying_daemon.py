@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from in_process import LIMIT_S, MIB, Inside, inside, job, process_of, until
+from in_process import D1, LIMIT_S, MIB, Inside, inside, job, process_of, until
 
 from tsliced.core.events import QualifyRequested
 from tsliced.core.model import Cause, CoreLimits, FoundRank, ProcessId, RankState, Reason, Verb
-from tsliced.host.backends.base import Outcome
+from tsliced.host.backends.base import Outcome, failed
 from tsliced.qualifying import Qualifying
 
 Story: TypeAlias = Callable[[Inside], Awaitable[None]]
@@ -94,6 +94,23 @@ def test_what_nvml_shows_late_is_waited_for(tmp_path: Path) -> None:
             await leave_and_wait(daemon, "a", rank)
             await late
             assert of(daemon).shown(job("a"))["state"] == "qualified"
+
+    tell(tmp_path, story)
+
+
+def test_a_process_that_is_being_ended_tells_nothing_of_its_kind(tmp_path: Path) -> None:
+    async def story(daemon: Inside) -> None:
+        with process_of("a") as rank:
+            await leave_and_wait(daemon, "a", rank)
+            ranks = daemon.machine.tenancies.tenancies_of(job("a"))[0].participant.ranks
+            on_devices = frozenset({D1})
+            found = FoundRank(process=rank, job=job("a"), devices=on_devices, device_bytes=MIB)
+            for observed, is_good in ((RankState.UNKNOWN, True), (RankState.PARKED, False)):
+                outcome = failed(ranks[rank].id, Cause.UNSUPPORTED, "no CUDA", observed)
+                of(daemon).on_operation(ranks[rank].id, Verb.RESTORE, outcome)
+                earlier = await of(daemon).recall(found)
+                assert earlier is not None
+                assert earlier.qualified is is_good
 
     tell(tmp_path, story)
 
