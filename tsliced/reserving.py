@@ -71,10 +71,15 @@ class Reserving:
         return MemoryReserved(op=action.op, failure=failure)
 
     def reserve_device_at_once(self, action: ReserveDeviceMemory) -> Event | None:
-        """Reserve device memory for a restore, if the scan before it has just read the devices."""
+        """Reserve device memory for a restore, if what the scan before it has just read suffices.
+
+        Else it takes a new look: a process may have ended since.
+        """
         needs = _needs_of(action)
-        readings = self._scanner.recent(needs)
-        return None if readings is None else self._reserve_device(action, needs, readings)
+        if (readings := self._scanner.recent(needs)) is None:
+            return None
+        answer = self._reserve_device(action, needs, readings)
+        return answer if answer.failure is None else None
 
     async def reserve_device(self, action: ReserveDeviceMemory) -> Event:
         """Reserve device memory for a restore."""
@@ -90,7 +95,7 @@ class Reserving:
         action: ReserveDeviceMemory,
         needs: Mapping[DeviceId, int],
         readings: Mapping[DeviceId, DeviceReading],
-    ) -> Event:
+    ) -> MemoryReserved:
         answer = self._ledgers.device.reserve(action.tenancy, needs, readings)
         failure = None
         if isinstance(answer, Shortage):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -62,7 +62,7 @@ from tsliced.core.model import (
     SessionId,
 )
 from tsliced.host.backends.base import Outcome
-from tsliced.host.devices import DeviceError, DevicesError
+from tsliced.host.devices import DeviceError, DeviceReading, DevicesError
 from tsliced.host.history import Fact
 from tsliced.host.journal import JournalError
 from tsliced.host.journal_error import JournalCode
@@ -291,6 +291,34 @@ def test_without_room_on_the_devices_nothing_is_restored(tmp_path: Path) -> None
             assert answer.code == "no_device_memory"
             assert "(40 MiB) needed, 35,651,584 bytes (34 MiB) available" in answer.text
             assert f"restore {rank.pid}" not in daemon.backend.calls
+
+    tell(tmp_path, story)
+
+
+def test_room_that_was_made_since_the_devices_were_read_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(daemon: Inside) -> None:
+        with process_of("a") as rank:
+            daemon.devices.put(rank, 40 * MIB)
+            first = daemon.open("a", rank)
+            daemon.release(first, (await daemon.grant(first)).lease)
+            second = daemon.open("b")
+            daemon.release(second, (await daemon.grant(second)).lease)
+            daemon.devices.used[D1][0] = 30 * MIB
+            scanner = daemon.driver.around.scanner
+            recent, was_read = scanner.recent, []
+
+            def recent_and_leave(
+                uuids: Collection[DeviceId],
+            ) -> Mapping[DeviceId, DeviceReading] | None:
+                was_read.append(recent(uuids))
+                daemon.devices.used[D1].pop(0, None)
+                return was_read[-1]
+
+            monkeypatch.setattr(scanner, "recent", recent_and_leave)
+            assert (await daemon.grant(first)).restored
+            assert any(was_read)
 
     tell(tmp_path, story)
 
