@@ -337,9 +337,11 @@ class Coordinator:
         if self.place is Place.ASKING:
             return self._decide(now)
         if self.place is Place.SNAPSHOTTING and self.qualifies:
-            # By now all ranks have been seen, on each host.
-            untried = any(report.untried for report in self._reports.values())
-            self.qualifies = self.insists or untried
+            # By now all ranks have been seen, on each host. Those that another host still moves
+            # would not be thawed together with these.
+            reports = self._reports.values()
+            untried = self.insists or any(report.untried for report in reports)
+            self.qualifies = untried and not any(report.disowned for report in reports)
         if self.place is Place.SNAPSHOTTING and self.qualifies:
             self._was_parked = True
             return self._turn(Place.RESTORING, now)

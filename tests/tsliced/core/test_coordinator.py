@@ -13,6 +13,7 @@ from tsliced.core.model import (
     Cause,
     Counter,
     Goal,
+    GroupName,
     HostName,
     ProcessId,
     RankState,
@@ -70,7 +71,7 @@ class Move:
 
     def report(
         self, host: HostName, *states: RankState, failed: Reason | None = None,
-        stamp: Stamp | None = None,
+        stamp: Stamp | None = None, disowned: tuple[GroupName, ...] = (), untried: bool = False,
     ) -> list[Effect]:  # fmt: skip
         """Let a host answer the standing order."""
         report = Report(
@@ -79,6 +80,8 @@ class Move:
             stamp=stamp or self.coordinator.stamp,
             failure=failed,
             states=tuple((ProcessId(i, 1), state) for i, state in enumerate(states)),
+            disowned=disowned,
+            untried=untried,
         )
         effects = self.coordinator.on_report(report, now=self.now)
         self.coordinator.check_invariants()
@@ -239,6 +242,20 @@ def test_once_it_is_being_snapshotted_an_eviction_is_finished() -> None:
     move.evict()
     move.arrive(FROZEN)
     assert move.coordinator.take_back(now=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("disowned", "then"), [((), Place.RESTORING), ((G1,), Place.OFF)], ids=["all", "a part"]
+)
+def test_who_moves_only_a_part_of_the_ranks_does_not_bring_it_back_to_see_whether_it_can(
+    disowned: tuple[GroupName, ...], then: Place
+) -> None:
+    move = Move()
+    move.coordinator.evict(now=0.0, ranks=4, qualifies=True)
+    move.arrive(FROZEN)
+    assert move.report(N1, disowned=disowned) == []
+    move.report(N2, PARKED, untried=True)
+    assert move.coordinator.place is then
 
 
 def test_an_admission_that_fails_is_withdrawn_to_off() -> None:
