@@ -202,10 +202,12 @@ class Abroad(Homes):
         key, out = part.tenancy, list[Effect]()
         touched = [t for t in self._touched(key) if t.led_here or t.key == key]
         latest = max((t.coordinator.stamp for t in touched), default=NO_STAMP)
-        if latest > part.stamp or any(
+        was_taken = latest > part.stamp or any(
             t.led_here and t.coordinator.stamp == part.stamp for t in touched
-        ):
-            # It has been taken before, by this host or by another one.
+        )
+        # Stamps of what this host moves beside it tell nothing while a part here waits for it.
+        if was_taken and not any(self._waits_for(part, tenancy) for tenancy in self._touched(key)):
+            # By this host, or by another one since.
             return []
         others = [t for t in self._touched(key) if t not in touched]
         if others:
@@ -348,6 +350,10 @@ class Abroad(Homes):
         there = self.by_group[group].values()
         hosts = {self.arbiter_of(group): None, **dict.fromkeys(t.lead for t in there)}
         return [host for host in hosts if host != self.host]
+
+    def _waits_for(self, part: CededTenancy, tenancy: Tenancy) -> bool:
+        """Whether this host knows of a tenancy that it is handed over, and does not move it yet."""
+        return not tenancy.led_here and tenancy.coordinator.stamp == part.stamp
 
     def on_hand_over(self, message: HandOver, sender: HostName) -> list[Effect]:
         """Obey another host from now on, where the one that says so was obeyed."""

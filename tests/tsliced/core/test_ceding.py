@@ -471,6 +471,27 @@ def test_what_another_host_has_taken_since_is_not_taken_again() -> None:
     assert_at_rest(lab)
 
 
+def test_what_a_host_moves_beside_it_by_later_orders_does_not_keep_it_from_taking_the_rest() -> (
+    None
+):
+    lab = Lab({A: (N1,), B: (N2, N1)})
+    ask(lab, "a", N2, B)
+    come_up(lab, "a", B, host=N1)
+    ask(lab, "a", N1, A)
+    come_up(lab, "a", A)
+    assert leads(lab, N1) == {(A,): N1, (B,): N2}
+    lab[N1].machine.tenancies.all[key(A)].coordinator.exceed(LATE.term)
+    stamp = Stamp(5, Counter(0, 0), 0)
+    part = CededTenancy(tenancy=key(A, B), stamp=stamp, on=True, pinned=None, ranks=())
+    lab.by_hand()
+    for message in (
+        HandOver(tenancy=part.tenancy, stamp=stamp, to=N1),
+        Ceded(round=ROUND, job=job("a"), tenancies=(part,)),
+    ):
+        lab[N1].feed(PeerSaid(host=N2, message=message))
+    assert leads(lab, N1) == {(A, B): N1}
+
+
 def test_a_part_of_what_others_go_on_moving_is_taken_without_the_rest() -> None:
     lab = Lab({A: (N1, N2), B: (N1, N3)})
     lease = ask(lab, "a", N1, A, B)
