@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 #: Where a kind is said: of a note, in a call that makes one, or in one of a few helpers.
 SAID = re.compile(
-    r"(?:Note\(\s*kind=|\bnote\(\s*|_note\(\s*|_write\(\s*|_note_turn\(\s*|note_fault\(\s*"
+    r"(?:(?:Note|_make_note)\(\s*kind=|\bnote\(\s*|_note\(\s*|_write\(\s*|_note_turn\(\s*|note_fault\(\s*"
     r"|_note_each\(round_, )"
     r'"([a-z_]+)"'
 )
