@@ -186,8 +186,11 @@ class Connection:
         """Sends a message and waits for nothing. Raises ConnectionLost."""
         frame = encode(message)
         try:
-            with self._send_lock:
+            self._await_turn_to_send()
+            try:
                 self.sock.sendall(frame)
+            finally:
+                self._send_lock.release()
         except OSError as error:
             # The daemon may have said why before it hung up.
             self.drain()
@@ -196,6 +199,16 @@ class Connection:
         except BaseException:
             self.fail("a send was interrupted, and part of a frame may be out")
             raise
+
+    def _await_turn_to_send(self) -> None:
+        """Takes the lock of those who send. Raises ConnectionLost.
+
+        A thread that is interrupted just before it gives the lock back keeps it for ever, and ends
+        the connection.
+        """
+        while not self._send_lock.acquire(timeout=TICK_S):
+            if self._lost is not None:
+                raise self._loss()
 
     def send_or_drop(self, message: Message) -> None:
         """Sends a message that may get lost, if that takes no time. Never raises."""

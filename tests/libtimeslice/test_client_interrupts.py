@@ -18,6 +18,7 @@ from fake_daemon import Background, FakeDaemon
 
 import libtimeslice
 from libtimeslice import TimeSlice, connect
+from libtimeslice.connection import ConnectionLost
 
 LIBRARY = str(Path(libtimeslice.__file__).parent)
 
@@ -264,3 +265,15 @@ def test_an_interrupt_while_another_thread_waits_does_not_disturb_it(
     assert second.result() == ("n2",)
     ts.release()
     nothing_is_left(daemon, ts, "the wait")
+
+
+def test_who_waits_to_send_is_not_held_up_by_one_that_was_interrupted_before_it_was_done(
+    daemon: FakeDaemon, ts: TimeSlice
+) -> None:
+    connection = ts._line.connected(None)
+    with connection._send_lock:  # it never gets there, and another thread is in its place
+        sender = Background(lambda: connection.send({"t": "ping", "id": 1}))
+        connection.fail("a send was interrupted")
+        with pytest.raises(ConnectionLost):
+            sender.result()
+    assert ts.status()

@@ -18,6 +18,7 @@ from tsliced.core.model import (
     LeaseId,
     ProcessId,
     RankState,
+    TenancyKey,
     Token,
 )
 from tsliced.core.rounds import Round, RoundState
@@ -209,3 +210,13 @@ def _assert_holders_run(lab: Lab) -> None:
         for host, process in processes(lab).values():
             if process.job == owner and device(host, group) in process.devices:
                 assert process.state is RankState.RUNNING, f"{process} does not run on {group}"
+
+
+def leads(lab: Lab, host: HostName, name: str = "a") -> dict[tuple[GroupName, ...], HostName]:
+    """Return who moves each tenancy of a job, as far as a host knows."""
+    known = lab[host].machine.tenancies.tenancies_of(job(name))
+    return {tenancy.key.groups: tenancy.lead for tenancy in known}
+
+
+def key(*groups: GroupName, name: str = "a") -> TenancyKey:
+    return TenancyKey(job(name), groups)

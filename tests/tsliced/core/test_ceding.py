@@ -13,6 +13,8 @@ from arbiters_lab import (
     come_up,
     give_back,
     hold,
+    key,
+    leads,
     said,
     states,
     three,
@@ -51,7 +53,6 @@ from tsliced.core.model import (
     RoundId,
     SessionId,
     Stamp,
-    TenancyKey,
 )
 from tsliced.core.signals import Order, Report
 
@@ -60,16 +61,6 @@ LATE = Stamp(99, Counter(9, 9), 0)
 ROUND = RoundId(99)
 #: A group of the third host too, and one of it alone.
 SHARED: dict[GroupName, tuple[HostName, ...]] = {A: (N1, N3), B: (N2, N3)}
-
-
-def leads(lab: Lab, host: HostName, name: str = "a") -> dict[tuple[GroupName, ...], HostName]:
-    """Return who moves each tenancy of a job, as far as a host knows."""
-    known = lab[host].machine.tenancies.tenancies_of(job(name))
-    return {tenancy.key.groups: tenancy.lead for tenancy in known}
-
-
-def key(*groups: GroupName, name: str = "a") -> TenancyKey:
-    return TenancyKey(job(name), groups)
 
 
 def resumed(lab: Lab, host: HostName, session: SessionId) -> bool:
@@ -469,27 +460,6 @@ def test_what_another_host_has_taken_since_is_not_taken_again() -> None:
     say(lab, N3, N2, Ceded(round=ROUND, job=job("a"), tenancies=(old,)))
     assert leads(lab, N2) == before
     assert_at_rest(lab)
-
-
-def test_what_a_host_moves_beside_it_by_later_orders_does_not_keep_it_from_taking_the_rest() -> (
-    None
-):
-    lab = Lab({A: (N1,), B: (N2, N1)})
-    ask(lab, "a", N2, B)
-    come_up(lab, "a", B, host=N1)
-    ask(lab, "a", N1, A)
-    come_up(lab, "a", A)
-    assert leads(lab, N1) == {(A,): N1, (B,): N2}
-    lab[N1].machine.tenancies.all[key(A)].coordinator.exceed(LATE.term)
-    stamp = Stamp(5, Counter(0, 0), 0)
-    part = CededTenancy(tenancy=key(A, B), stamp=stamp, on=True, pinned=None, ranks=())
-    lab.by_hand()
-    for message in (
-        HandOver(tenancy=part.tenancy, stamp=stamp, to=N1),
-        Ceded(round=ROUND, job=job("a"), tenancies=(part,)),
-    ):
-        lab[N1].feed(PeerSaid(host=N2, message=message))
-    assert leads(lab, N1) == {(A, B): N1}
 
 
 def test_a_part_of_what_others_go_on_moving_is_taken_without_the_rest() -> None:
