@@ -333,7 +333,9 @@ def test_a_process_in_a_container_knows_itself_by_another_pid() -> None:
             assert ns_pid(shell.pid) == 1
         finally:
             for process in inner:
-                process.kill()
+                # With the first of a name space all others in it end.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
     assert ns_pid(os.getpid()) == os.getpid()
 
 
