@@ -314,6 +314,18 @@ class Inside:
             ReleaseRequested(session=session, request=RequestId(self._requests), lease=lease)
         )
 
+    async def make_room(self, name: str, rank: ProcessId, count: int) -> SessionId:
+        """Let a job with state on a device give its lease back, and another one have its turn.
+
+        Return the session of the first one.
+        """
+        self.devices.put(rank, count)
+        session = self.open(name, rank)
+        self.release(session, (await self.grant(session)).lease)
+        other = self.open(f"not-{name}")
+        self.release(other, (await self.grant(other)).lease)
+        return session
+
 
 def _ledgers() -> Ledgers:
     return Ledgers(

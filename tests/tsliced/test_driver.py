@@ -279,11 +279,7 @@ def test_host_memory_that_cannot_be_read_is_taken_for_none(
 def test_without_room_on_the_devices_nothing_is_restored(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         with process_of("a") as rank:
-            daemon.devices.put(rank, 40 * MIB)
-            first = daemon.open("a", rank)
-            daemon.release(first, (await daemon.grant(first)).lease)
-            second = daemon.open("b")
-            daemon.release(second, (await daemon.grant(second)).lease)
+            first = await daemon.make_room("a", rank, 40 * MIB)
             # Memory that NVML counts and ascribes to nobody.
             daemon.devices.used[D1][0] = 30 * MIB
             answer = await daemon.answer(daemon.ask(first))
@@ -300,11 +296,7 @@ def test_room_that_was_made_since_the_devices_were_read_is_seen(
 ) -> None:
     async def story(daemon: Inside) -> None:
         with process_of("a") as rank:
-            daemon.devices.put(rank, 40 * MIB)
-            first = daemon.open("a", rank)
-            daemon.release(first, (await daemon.grant(first)).lease)
-            second = daemon.open("b")
-            daemon.release(second, (await daemon.grant(second)).lease)
+            first = await daemon.make_room("a", rank, 40 * MIB)
             daemon.devices.used[D1][0] = 30 * MIB
             scanner = daemon.driver.around.scanner
             recent, was_read = scanner.recent, []

@@ -35,25 +35,14 @@ def of(daemon: Inside) -> Qualifying:
     return qualifying
 
 
-async def leave_and_wait(daemon: Inside, name: str, rank: ProcessId) -> None:
-    """Let a job with state on the device give its lease back, and another one be let on."""
-    daemon.devices.put(rank, 10 * MIB)
-    session = daemon.open(name, rank)
-    grant = await daemon.grant(session)
-    daemon.release(session, grant.lease)
-    other = daemon.open(f"not-{name}")
-    held = await daemon.grant(other)
-    daemon.release(other, held.lease)
-
-
 def test_who_comes_back_whole_has_made_its_kind_known(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         with process_of("a") as first, process_of("b") as second:
-            await leave_and_wait(daemon, "a", first)
+            await daemon.make_room("a", first, 10 * MIB)
             found = of(daemon).shown(job("a"))
             assert (found["state"], found["reason"]) == ("qualified", None)
             assert found["ranks"][0]["back_bytes"] == 10 * MIB
-            await leave_and_wait(daemon, "b", second)
+            await daemon.make_room("b", second, 10 * MIB)
             assert daemon.backend.calls[-2:] == [f"freeze {second.pid}", f"snapshot {second.pid}"]
             assert f"restore {second.pid}" not in daemon.backend.calls
             assert of(daemon).shown(job("b"))["state"] == "known"
@@ -65,13 +54,13 @@ def test_who_comes_back_with_less_is_named_and_makes_nothing_known(tmp_path: Pat
     async def story(daemon: Inside) -> None:
         daemon.backend.lost_bytes = 2 * MIB
         with process_of("a") as first, process_of("b") as second:
-            await leave_and_wait(daemon, "a", first)
+            await daemon.make_room("a", first, 10 * MIB)
             found = of(daemon).shown(job("a"))
             assert found["state"] == "failed"
             assert f"process {first.pid} had 10,485,760 bytes" in found["reason"]
             assert "came back with 8,388,608" in found["reason"]
             assert "not_whole" in daemon.log.getvalue()
-            await leave_and_wait(daemon, "b", second)
+            await daemon.make_room("b", second, 10 * MIB)
             assert f"restore {second.pid}" in daemon.backend.calls, "it is tried again"
 
     tell(tmp_path, story)
@@ -91,7 +80,7 @@ def test_what_nvml_shows_late_is_waited_for(tmp_path: Path) -> None:
                 loop.call_later(0.1, daemon.devices.put, rank, 10 * MIB)
 
             late = asyncio.create_task(appear())
-            await leave_and_wait(daemon, "a", rank)
+            await daemon.make_room("a", rank, 10 * MIB)
             await late
             assert of(daemon).shown(job("a"))["state"] == "qualified"
 
@@ -101,7 +90,7 @@ def test_what_nvml_shows_late_is_waited_for(tmp_path: Path) -> None:
 def test_a_process_that_is_being_ended_tells_nothing_of_its_kind(tmp_path: Path) -> None:
     async def story(daemon: Inside) -> None:
         with process_of("a") as rank:
-            await leave_and_wait(daemon, "a", rank)
+            await daemon.make_room("a", rank, 10 * MIB)
             ranks = daemon.machine.tenancies.tenancies_of(job("a"))[0].participant.ranks
             on_devices = frozenset({D1})
             found = FoundRank(process=rank, job=job("a"), devices=on_devices, device_bytes=MIB)
@@ -123,7 +112,7 @@ def test_only_what_is_not_supported_is_held_against_others_of_the_kind(
         failure = Reason(cause=cause, text="it says no")
         daemon.backend.instead["restore"] = Outcome(observed=RankState.PARKED, failure=failure)
         with process_of("a") as first, process_of("b") as second:
-            await leave_and_wait(daemon, "a", first)
+            await daemon.make_room("a", first, 10 * MIB)
             daemon.devices.put(second, 10 * MIB)
             del daemon.backend.instead["restore"]
             session = daemon.open("b", second)
@@ -164,7 +153,7 @@ def test_what_is_expected_goes_by_the_rank_itself_and_else_by_its_kind(tmp_path:
     async def story(daemon: Inside) -> None:
         with process_of("a") as first, process_of("b") as second:
             assert of(daemon).expected_s(first, Verb.SNAPSHOT, MIB) is None
-            await leave_and_wait(daemon, "a", first)
+            await daemon.make_room("a", first, 10 * MIB)
             took = of(daemon).shown(job("a"))["ranks"][0]
             daemon.devices.put(second, 20 * MIB)
             session = daemon.open("b", second)
